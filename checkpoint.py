@@ -1,0 +1,122 @@
+"""The run folder and its files: written atomically, read without executing anything.
+
+Run:      not a script; pretrain.py, train.py and evaluate.py import it.
+Symbols:  runs/<name>/config.json          the configuration, commit, versions and hardware of the run
+          runs/<name>/metrics.jsonl        one JSON object a line: training steps and evaluations
+          runs/<name>/adapter.safetensors  the trained adapter; its settings in the file's metadata
+          runs/<name>/last.pt              all that a resumed run needs: tensors and plain numbers only
+Differs from the paper: nothing.
+
+Every file is written beside its place, fsynced and renamed: after a crash there is the old one or the
+new one. No random state is saved, for the noise of a sample depends on its place alone (data.py).
+"""
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+import common
+from mark_adapters import make_adapter
+
+
+def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
+    """Create the run folder and write config.json, or check that `resume` continues the same run.
+
+    free: names of settings that a resumed run may change. Raises UserError where a folder would be
+    lost, or where the settings of a resumed run differ.
+    """
+    folder, settings = Path(folder), vars(cfg)
+    if resume:
+        if not (folder / "config.json").is_file():
+            raise common.UserError(f"--resume: {folder} holds no run; start it without --resume")
+        before = json.loads((folder / "config.json").read_text())["config"]
+        now = json.loads(json.dumps(settings, default=str))
+        changed = [k for k in now if k not in free and k in before and before[k] != now[k]]
+        if changed:
+            raise common.UserError(f"--resume: {changed[0]} was {before[changed[0]]!r} in {folder} and is "
+                                   f"{now[changed[0]]!r} now; give the same settings or another --name")
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
+                                   "--overwrite, or choose another --name")
+        if not (folder / "config.json").is_file():
+            raise common.UserError(f"{folder} is not a run folder (no config.json), so --overwrite leaves "
+                                   "it alone; choose another --name")
+        shutil.rmtree(folder)
+    common.write_json(folder / "config.json", {"config": settings, **env})
+    return folder
+
+
+def append_metrics(folder, **row):
+    """Add one line to metrics.jsonl; floats that are not finite become null."""
+    with open(Path(folder) / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(common.plain(row)) + "\n")
+
+
+def read_metrics(folder, up_to_step=None):
+    """The rows of metrics.jsonl. With `up_to_step`, later rows and a torn last line are dropped for good."""
+    path, rows = Path(folder) / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # a kill in the middle of a write leaves half a line
+            continue
+    if up_to_step is not None:
+        rows = [row for row in rows if row["step"] <= up_to_step]
+        with common.atomic_path(path) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def save_state(path, **state):
+    """Tensors, numbers, strings and containers of them -> a torch file."""
+    with common.atomic_path(path) as temporary:
+        torch.save(state, temporary)
+
+
+def load_state(path, device="cpu"):
+    """What `save_state` wrote. Raises UserError where the file is missing, damaged or of another kind."""
+    if not Path(path).is_file():
+        raise common.UserError(f"{path}: no such checkpoint; start the run without --resume")
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch, zip and pickle each have their own
+        raise common.UserError(f"{path}: damaged or not a checkpoint ({type(error).__name__}); "
+                               "remove it and start again with --overwrite") from None
+
+
+def save_adapter(path, adapter, dtype=torch.float32, **about):
+    """Write a trained adapter: its tensors in `dtype`, kernel, settings and `about` as metadata."""
+    from safetensors.torch import save_file
+    metadata = {"kernel": adapter.kernel, "settings": json.dumps(adapter.settings)}
+    metadata |= {k: json.dumps(v) for k, v in about.items()}
+    with common.atomic_path(path) as temporary:
+        save_file({k: v.detach().to(dtype).contiguous() for k, v in adapter.state_dict().items()},
+                  temporary, metadata)
+
+
+def load_adapter(path, config, device="cpu"):
+    """(adapter, about) from a run folder or an adapter.safetensors, for a backbone of `config`.
+
+    Raises UserError where the file is none, or was trained for a backbone of other sizes.
+    """
+    from safetensors import safe_open
+    path = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            state = {k: file.get_tensor(k).float() for k in file.keys()}
+        about = {k: json.loads(v) for k, v in metadata.items() if k != "kernel"}
+        kernel, settings = metadata["kernel"], about.pop("settings")
+    except Exception as error:  # safetensors has its own kinds
+        raise common.UserError(f"{path}: not an adapter ({type(error).__name__}: {error}); give a run "
+                               "folder of train.py or its adapter.safetensors") from None
+    adapter = make_adapter(kernel, config, **settings)
+    wrong = [k for k, v in adapter.state_dict().items() if k not in state or state[k].shape != v.shape]
+    if wrong or state.keys() - adapter.state_dict().keys():
+        raise common.UserError(f"{path}: this {kernel} adapter belongs to another backbone (see "
+                               f"{(wrong or sorted(state))[0]}); give --weights as it was trained with")
+    adapter.load_state_dict(state)
+    return adapter.to(device), about

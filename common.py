@@ -1,0 +1,156 @@
+"""What every script needs and no paper describes: errors, atomic files, the banner, result files.
+
+Run:      not a script; the other files import it.
+Symbols:  none.
+Differs from the paper: nothing.
+"""
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import tqdm
+
+ROOT = Path(__file__).resolve().parent
+SEEDS = tuple(42 + 100 * i for i in range(15))  # C.3: seed i is 42 + 100 i
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: one line that says what, what was got, and how to fix it."""
+
+
+def rank_and_world():
+    """(rank, world size) as torchrun sets them; (0, 1) for a plain `python script.py`."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def log(*parts):
+    """Print on rank 0 only, without breaking a progress bar."""
+    if rank_and_world()[0] == 0:
+        tqdm.tqdm.write(" ".join(str(p) for p in parts), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def progress(iterable=None, total=None, desc="", **kwargs):
+    """A tqdm bar on rank 0 of a terminal; silent elsewhere, where scripts log a line per interval."""
+    silent = rank_and_world()[0] != 0 or not sys.stderr.isatty()
+    return tqdm.tqdm(iterable, total=total, desc=desc, disable=silent, dynamic_ncols=True, **kwargs)
+
+
+@contextlib.contextmanager
+def atomic_path(path):
+    """Yield a temporary sibling of `path`; on clean exit fsync it and rename it onto `path`.
+
+    A reader sees the old file or the new one, never half of either, whenever the process dies.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    def fsync(target):
+        descriptor = os.open(target, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    try:
+        yield temporary
+        fsync(temporary)
+        os.replace(temporary, path)
+        fsync(path.parent)  # the rename itself
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plain(value):
+    """`value` as JSON can hold it: dataclasses as dicts, NaN and infinity as null, the rest by str."""
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def write_json(path, data):
+    """Write `data` as indented JSON, atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n")
+
+
+def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
+    """Linear warm-up over `warmup` steps, then cosine decay to min_ratio * peak (Table 6); step from 0."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def environment():
+    """Commit, versions and hardware: what a published number needs beside it."""
+    def git(*args):
+        try:
+            return subprocess.run(("git", "-C", str(ROOT), *args), capture_output=True, text=True,
+                                  timeout=10).stdout.strip()
+        except OSError:
+            return ""
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    packages = ("torch", "numpy", "einops", "triton", "tokenizers", "safetensors")
+    found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()
+             if d.metadata["Name"] and d.metadata["Name"].lower() in packages}
+    return {
+        "commit": git("rev-parse", "--short=12", "HEAD") or "unknown",
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(), **dict(sorted(found.items())),
+        "hardware": {"cpu": cpu[1] if cpu else platform.processor(), "cores": os.cpu_count(),
+                     "threads": torch.get_num_threads(), "gpus": gpus},
+    }
+
+
+def banner(script, cfg, device="cpu", model=None):
+    """Print the one block every script opens with, and return `environment()`."""
+    env = environment()
+    lines = [f"{script}  commit {env['commit']}{' (dirty)' if env['dirty'] else ''}  "
+             f"torch {env.get('torch')}  device {device}  seed {getattr(cfg, 'seed', None)}"]
+    if model is not None:
+        total = sum(p.numel() for p in model.parameters())
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        lines.append(f"parameters {total:,} in {dtype}, trainable {trainable:,}")
+    lines.append("  ".join(f"{f.name}={getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)))
+    log("-" * 78 + "\n" + "\n".join(lines) + "\n" + "-" * 78)
+    return env
+
+
+def publish(script, run, result, cfg=None):
+    """Write results/<script>/<run>.json: metrics, config, environment. Returns the path."""
+    path = ROOT / "results" / script / f"{run}.json"
+    write_json(path, {"metrics": result, "config": cfg, **environment()})
+    return path
+
+
+def with_preset(cfg, preset, **derived):
+    """`cfg` with the values of `preset` wherever the user left the default, then `derived`."""
+    untouched = {f.name for f in dataclasses.fields(cfg) if getattr(cfg, f.name) == f.default}
+    return dataclasses.replace(cfg, **{k: v for k, v in preset.items() if k in untouched}, **derived)
+
+
+def run_cli(config_class, main):
+    """Parse `config_class` from the command line and call `main(cfg)`; exit 2 on a UserError."""
+    import tyro
+    try:
+        main(tyro.cli(config_class))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,475 @@
+"""MaRK adapters: t -> bounded changes of A, dt, D, B, C in every layer (3.4, A.2; eq. 3, 4, 14-20).
+
+Run: `python mark_adapters.py` (15 s on two CPU cores) prints the parameter budgets at the released
+     backbone's size; its last line names the figure it drew, runs/mark_adapters/modulation.png.
+
+Symbols:
+    t          t            b            diffusion time = masking probability, section 3.2
+    c          c_t          b 128        sinusoid of 1000 t and a two-layer MLP, section 2
+    h          h            y b 256      hidden state, one MLP per layer y, A.2
+    shift      Theta_shift  y b (m s)    m: A, dt, D; s = n_shifts, each for nheads / s neighbours
+    UV         U, V         y b (m f)    m: B_scale, B_shift, C_scale, C_shift; f: U (a r), V (r v)
+    magnitude  beta, alpha  y 7          A, dt, D, then m of UV; learned, 0.2 at the start, Table 8
+    z, T       z, T_k       y b s, y b k s    Chebyshev coordinate and polynomials, k < K = 5
+    u, basis   u, phi_f     y b i, f i   DCT signal of 256 points i, 8 frequencies f
+Differs from the paper:
+    h is RMS normalised (`mlp_norm`) and the MLPs start orthogonal with zero biases (`init="keep"`).
+    With neither, h has a standard deviation of 0.0007 over t at the start; with either, 0.5 to 0.6.
+    z = tanh(W_z h): Algorithm 2 wants z in [-1, 1] and does not say how it gets there.
+    Eqs. 16 and 17 sum over k = 1..K, Algorithm 2 over 0..K-1, which we take. T_0 = 1 then repeats
+    the base of eq. 17; the published sizes count both.
+    "UV + UV" (eqs. 17, 20) adds the factors, U to U and V to V, and multiplies afterwards.
+    All layers are evaluated in one stacked pass, 43 to 58 ATen operations at any depth.
+Upstream: github.com/ibitec7/mark, the paper's code.
+"""
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from einops import rearrange
+
+from common import UserError, atomic_path, banner, publish, run_cli, write_json
+from hydra_ssm import HydraConfig, Modulation
+
+C_DIM = 128                  # width of c_t, Table 7
+BETA_A_MAX = 0.5             # Table 8: the one bound that the stability certificate rests on
+MAGNITUDE = 0.2              # Table 8: where every magnitude starts
+MLP_GAIN, C_GAIN = 1.8, 1.4  # of init="keep": the spread over t survives the SiLU layers
+MAGNITUDES = ("A", "dt", "D", "B_scale", "B_shift", "C_scale", "C_shift")
+PUBLISHED = {"hypernet": 6.27, "chebyshev": 10.97, "dct": 7.07, "inject": 2.28, "adaln": 6.84}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter can be told; the sizes are the paper's (Table 7)."""
+    n_shifts: int | None = None   # outputs for each of A, dt, D; None: 12 if that divides nheads
+    mlp_dim: int = 256            # width of h
+    rank: int = 2                 # r of U and V
+    degree: int = 5               # Chebyshev: number K of polynomials T_0 .. T_{K-1}
+    n_freqs: int = 8              # DCT: frequencies
+    timepoints: int = 256         # DCT: points of the signal u
+    init: str = "keep"            # "keep" t alive through the MLP, or PyTorch's "default"
+    mlp_norm: bool = True         # RMS normalisation (no parameters) after every SiLU
+    bounded_shifts: bool = True   # False (hypernet only, 3.4): B and C shifts without the tanh
+    t_scale: float = 1000.0       # the fastest sinusoid of c_t is sin(t_scale t)
+    lora_rank: int | None = None  # None: the rank whose size is nearest to the hypernet's
+
+
+# ---- the maths -----------------------------------------------------------------------------------
+
+
+def near_square(n):
+    """(a, v) with a v = n and a <= v as close as they get: 64 -> (8, 8), 32 -> (4, 8)."""
+    a = max(a for a in range(1, math.isqrt(n) + 1) if n % a == 0)
+    return a, n // a
+
+
+def chebyshev_basis(z, degree):
+    """T_0(z) .. T_{K-1}(z), K = degree >= 2: z (..., s) in [-1, 1] -> (..., k, s)."""
+    T = [torch.ones_like(z), z]
+    while len(T) < degree:
+        T.append(torch.addcmul(-T[-2], z, T[-1], value=2))     # T_k = 2 z T_{k-1} - T_{k-2}
+    return torch.stack(T, -2)
+
+
+def dct_basis(n_freqs, timepoints):
+    """The first rows of the orthonormal DCT-II, (f, i): basis @ basis^T is the identity."""
+    f, i = torch.arange(n_freqs).double(), torch.arange(timepoints).double()
+    basis = torch.cos(math.pi / timepoints * torch.outer(f, i + 0.5)) * (2 / timepoints) ** 0.5
+    basis[0] /= 2 ** 0.5
+    return basis.to(torch.get_default_dtype())
+
+
+def rms_normalise(h, eps=1e-6):
+    """h / rms(h) over the last dimension; a zero vector stays zero."""
+    rms = torch.linalg.vector_norm(h, dim=-1, keepdim=True) * h.shape[-1] ** -0.5
+    return h / (rms + eps)
+
+
+# ---- modules with parameters ---------------------------------------------------------------------
+
+
+class StackedLinear(nn.Module):
+    """One linear map per layer y, all applied in a single batched product: (y, b, i) -> (y, b, o).
+
+    gain: None for PyTorch's default start, 0 for zeros, else orthogonal with that gain, bias zero.
+    """
+
+    def __init__(self, n_layer, n_in, n_out, gain=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_layer, n_in, n_out))
+        self.bias = nn.Parameter(torch.zeros(n_layer, 1, n_out))
+        with torch.no_grad():
+            if gain is None:
+                for tensor in (self.weight, self.bias):
+                    tensor.uniform_(-n_in ** -0.5, n_in ** -0.5)
+            elif gain:
+                for weight in self.weight:
+                    nn.init.orthogonal_(weight, gain)
+
+    def forward(self, x):
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+class TimestepEmbedding(nn.Module):
+    """c_t of section 2: DDPM/DiT sinusoid of 1000 t, Linear, SiLU, Linear. (b,) -> (b, 128)."""
+
+    def __init__(self, init="keep", t_scale=1000.0):
+        super().__init__()
+        self.lower, self.upper = nn.Linear(C_DIM, C_DIM), nn.Linear(C_DIM, C_DIM)
+        if init == "keep":
+            for linear in (self.lower, self.upper):
+                nn.init.orthogonal_(linear.weight, C_GAIN)
+                nn.init.zeros_(linear.bias)
+        frequency = 10_000.0 ** -(torch.arange(C_DIM // 2) / (C_DIM // 2))  # 1 .. almost 1/10,000
+        self.register_buffer("angular", t_scale * frequency, persistent=False)
+
+    def forward(self, t):
+        angle = t[:, None] * self.angular                              # b 64
+        wave = torch.cat([angle.sin(), angle.cos()], -1)               # b 128
+        return self.upper(F.silu(self.lower(wave)))                    # b 128
+
+
+class Conditioned(nn.Module):
+    """An adapter that reads t, through one embedding shared by all its layers."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.timestep = TimestepEmbedding(cfg.init, cfg.t_scale)
+
+    def condition(self, t):
+        """t (b,) in [0, 1] or a ready c_t (b, 128) -> c_t (b, 128) in the adapter's own dtype.
+
+        Only dtype and shape are checked: looking at the values would make a GPU wait.
+        """
+        dtype = self.timestep.angular.dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise UserError(f"adapter: its weights are {dtype}, need float32 or float64; "
+                            "cast the backbone alone")
+        if not t.is_floating_point() or t.ndim == 0 or t.shape[1:] not in ((), (C_DIM,)):
+            raise UserError(f"t: got {t.dtype} of shape {tuple(t.shape)}, need floats in [0, 1] of "
+                            f"shape (b,), or a ready embedding (b, {C_DIM})")
+        return self.timestep(t.to(dtype)) if t.ndim == 1 else t.to(dtype)
+
+    def forward(self, t):
+        with torch.autocast(t.device.type, enabled=False):             # float32 under autocast too
+            return self.modulate(self.condition(t))
+
+
+class MarkAdapter(Conditioned):
+    """What the three geometries share: the MLP, the bounds of eq. 3 and 4, the learned magnitudes.
+
+    A geometry makes its readouts in `__init__`; its `heads(h)` returns the unbounded shift and UV,
+    packed as in Symbols. What ends in `shift` or in V starts at zero: the identity. U does not:
+    with both factors zero the gradient of their product would be zero for ever.
+    """
+
+    def __init__(self, config, cfg):
+        super().__init__(cfg)
+        self.n_layer, self.nheads, self.rank = config.n_layer, config.nheads, cfg.rank
+        self.mlp_dim, self.mlp_norm, self.init = cfg.mlp_dim, cfg.mlp_norm, cfg.init
+        self.bounded_shifts = cfg.bounded_shifts
+        self.n_shifts = cfg.n_shifts or (12 if config.nheads % 12 == 0 else config.nheads)
+        if config.nheads % self.n_shifts:
+            raise UserError(f"n_shifts: got {self.n_shifts}, need a divisor of the backbone's "
+                            f"{config.nheads} heads")
+        a, v = near_square(config.ngroups * config.d_state)
+        self.factors = [a * cfg.rank, cfg.rank * v]                    # numbers in one U, in one V
+        self.shift_size, self.UV_size = 3 * self.n_shifts, 4 * sum(self.factors)
+
+        widths = [C_DIM] + 4 * [cfg.mlp_dim]
+        gain = MLP_GAIN if cfg.init == "keep" else None
+        self.mlp = nn.ModuleList(StackedLinear(config.n_layer, n_in, n_out, gain)
+                                 for n_in, n_out in zip(widths, widths[1:]))
+        start = torch.full((config.n_layer, 7), MAGNITUDE)
+        start[:, 0] = math.log(MAGNITUDE / (BETA_A_MAX - MAGNITUDE))   # rho_A = logit(0.4)
+        self.magnitude = nn.Parameter(start)
+
+    def readout(self, n_out, zero=False, n_in=None):
+        """A linear map per layer, from h unless n_in says otherwise."""
+        gain = 0 if zero else 1 if self.init == "keep" else None
+        return StackedLinear(self.n_layer, n_in or self.mlp_dim, n_out, gain)
+
+    def readout_UV(self, copies=1, n_in=None):
+        """The same for UV, its V half zero; `copies` of it one after the other."""
+        linear = self.readout(copies * self.UV_size, n_in=n_in)
+        with torch.no_grad():
+            for tensor in (linear.weight, linear.bias):
+                tensor.unflatten(-1, (-1, sum(self.factors)))[..., self.factors[0]:] = 0
+        return linear
+
+    def heads(self, h):
+        raise NotImplementedError
+
+    def hidden(self, t):
+        """h = MLP(c_t) of every layer, (y, b, mlp_dim)."""
+        h = self.condition(t).expand(self.n_layer, -1, -1)             # y b 128
+        for linear in self.mlp:
+            h = F.silu(linear(h))                                      # y b mlp_dim
+            h = rms_normalise(h) if self.mlp_norm else h
+        return h
+
+    def effective_magnitudes(self):
+        """(y, 7) in the order of MAGNITUDES; beta_A = 0.5 sigmoid(rho_A) never exceeds 0.5."""
+        rho_A, others = self.magnitude.split([1, 6], -1)
+        return torch.cat([BETA_A_MAX * rho_A.sigmoid(), others], -1)
+
+    def modulate(self, c):
+        """Eq. 3 and 4: tanh of what the geometry returns, times the learned magnitudes."""
+        shift, UV = self.heads(self.hidden(c))
+        magnitude = self.effective_magnitudes()[:, None, :, None]      # y 1 7 1
+        shift = rearrange(shift, "y b (m s) -> y b m s", m=3).tanh() * magnitude[:, :, :3]
+        A, dt, D = shift.repeat_interleave(self.nheads // self.n_shifts, -1).unbind(2)  # y b h
+
+        U, V = rearrange(UV, "y b (m f) -> y b m f", m=4).split(self.factors, -1)
+        U = rearrange(U, "y b m (a r) -> y b m a r", r=self.rank)
+        V = rearrange(V, "y b m (r v) -> y b m r v", r=self.rank)
+        raw = torch.einsum("ybmar,ybmrv->ybmav", U, V).flatten(3)      # y b m gn
+        bounded = raw.tanh()
+        if not self.bounded_shifts:
+            bounded = torch.stack([bounded[:, :, 0::2], raw[:, :, 1::2]], 3).flatten(2, 3)
+        bounded = bounded * magnitude[:, :, 3:]
+        B_scale, C_scale = (1 + bounded[:, :, 0::2]).unbind(2)         # y b gn
+        B_shift, C_shift = bounded[:, :, 1::2].unbind(2)               # y b gn
+        return Modulation(A=A, dt=dt, D=D, B_scale=B_scale, B_shift=B_shift,
+                          C_scale=C_scale, C_shift=C_shift)
+
+
+class Hypernet(MarkAdapter):
+    """Algorithm 1, eq. 14 and 15: everything straight from h."""
+
+    def __init__(self, config, cfg):
+        super().__init__(config, cfg)
+        self.shift = self.readout(self.shift_size, zero=True)
+        self.UV = self.readout_UV()
+
+    def heads(self, h):
+        return self.shift(h), self.UV(h)
+
+
+class Chebyshev(MarkAdapter):
+    """Algorithm 2, eq. 16 and 17: polynomials in a learned coordinate, coefficients from h."""
+
+    def __init__(self, config, cfg):
+        super().__init__(config, cfg)
+        self.degree = cfg.degree
+        self.z = self.readout(self.n_shifts)
+        self.shift = self.readout(cfg.degree * self.shift_size, zero=True)      # m k s
+        self.UV = self.readout_UV(1 + cfg.degree)                               # base, then each k
+
+    def heads(self, h):
+        T = chebyshev_basis(self.z(h).tanh(), self.degree)                      # y b k s
+        theta = rearrange(self.shift(h), "y b (m k s) -> y b m k s", m=3, k=self.degree)
+        shift = (theta * T[:, :, None]).sum(-2).flatten(2)                      # y b (m s)
+        weight = F.pad(T.mean(-1), (1, 0), value=1)                             # y b (1 k)
+        UV = torch.einsum("ybk,ybkx->ybx", weight,
+                          self.UV(h).unflatten(-1, (1 + self.degree, -1)))      # y b (m f)
+        return shift, UV
+
+
+class DCT(MarkAdapter):
+    """Algorithm 3, eq. 18 to 20: a bandlimited signal u from damped spectral weights."""
+
+    def __init__(self, config, cfg):
+        super().__init__(config, cfg)
+        self.spectrum = self.readout(cfg.n_freqs)
+        self.alpha = nn.Parameter(torch.ones(config.n_layer, 1, 1))
+        self.shift = self.readout(self.shift_size, zero=True, n_in=cfg.timepoints)
+        self.UV, self.UV_basis = self.readout_UV(), self.readout_UV(n_in=cfg.timepoints)
+        self.register_buffer("basis", dct_basis(cfg.n_freqs, cfg.timepoints), persistent=False)
+        self.register_buffer("order", 1.0 + torch.arange(cfg.n_freqs), persistent=False)
+
+    def heads(self, h):
+        damping = self.order ** -(F.softplus(self.alpha) + 1e-4)                # y 1 f
+        u = torch.einsum("ybf,fi->ybi", self.spectrum(h) * damping, self.basis)
+        return self.shift(u), self.UV(h) + self.UV_basis(u)
+
+
+# ---- the baselines of Table 3, and a static one --------------------------------------------------
+
+
+class Inject(Conditioned):
+    """Input injection, mixer(h + W c_t). W starts at zero: the identity, as everywhere here."""
+
+    def __init__(self, config, cfg):
+        super().__init__(cfg)
+        self.W = StackedLinear(config.n_layer, C_DIM, config.d_model, gain=0)
+
+    def modulate(self, c):
+        return Modulation(in_shift=self.W(c.expand(len(self.W.weight), -1, -1)))
+
+
+class AdaLN(Conditioned):
+    """AdaLN-Zero as in DiT, h + (1 + gate) mixer((1 + scale) h + shift), from Linear(SiLU(c_t))."""
+
+    def __init__(self, config, cfg):
+        super().__init__(cfg)
+        self.W = StackedLinear(config.n_layer, C_DIM, 3 * config.d_model, gain=0)
+
+    def modulate(self, c):
+        c = F.silu(c).expand(len(self.W.weight), -1, -1)
+        scale, shift, gate = self.W(c).chunk(3, -1)                    # y b d
+        return Modulation(in_scale=scale, in_shift=shift, out_gate=gate)
+
+
+class LoRA(nn.Module):
+    """Low-rank changes of in_proj and out_proj, the same at every t: down random, up zero."""
+
+    def __init__(self, config, cfg):
+        super().__init__()
+        y, d, e, o = config.n_layer, config.d_model, config.d_inner, config.d_in_proj
+        self.rank = r = cfg.lora_rank or matched_lora_rank(config, cfg)
+        self.in_down = nn.Parameter(torch.empty(y, r, d).uniform_(-d ** -0.5, d ** -0.5))
+        self.in_up = nn.Parameter(torch.zeros(y, o, r))
+        self.out_down = nn.Parameter(torch.empty(y, r, e).uniform_(-e ** -0.5, e ** -0.5))
+        self.out_up = nn.Parameter(torch.zeros(y, d, r))
+
+    def forward(self, t=None):
+        return Modulation(lora=(self.in_down, self.in_up, self.out_down, self.out_up))
+
+
+class Frozen(nn.Module):
+    """The backbone as it is."""
+
+    def __init__(self, config, cfg):
+        super().__init__()
+
+    def forward(self, t=None):
+        return Modulation()
+
+
+KERNELS = {"hypernet": Hypernet, "chebyshev": Chebyshev, "dct": DCT,
+           "inject": Inject, "adaln": AdaLN, "lora": LoRA, "none": Frozen}
+
+
+def make_adapter(kernel, config, **settings):
+    """The adapter `kernel` for a backbone of `config` (HydraConfig); settings: see AdapterConfig.
+
+    adapter(t) -> Modulation, t (b,) in [0, 1] or a ready embedding (b, 128). Raises UserError.
+    """
+    cfg = AdapterConfig(**settings)
+    if kernel not in KERNELS:
+        raise UserError(f"kernel: got {kernel!r}, need one of {', '.join(KERNELS)}")
+    if cfg.init not in ("keep", "default"):
+        raise UserError(f"init: got {cfg.init!r}, need keep or default")
+    if not cfg.bounded_shifts and kernel != "hypernet":
+        raise UserError(f"bounded_shifts=False: got kernel {kernel!r}, need hypernet (3.4)")
+    for name, least in (("n_shifts", 1), ("mlp_dim", 1), ("rank", 1), ("degree", 2), ("n_freqs", 1),
+                        ("timepoints", cfg.n_freqs), ("lora_rank", 1)):
+        value = getattr(cfg, name)
+        if value is not None and value < least:
+            raise UserError(f"{name}: got {value}, need at least {least}")
+    adapter = KERNELS[kernel](config, cfg)
+    adapter.kernel = kernel
+    return adapter
+
+
+def adapter_size(adapter):
+    """Number of parameters without those of the shared c_t, as the paper counts them (Table 3)."""
+    return sum(p.numel() for name, p in adapter.named_parameters() if "timestep" not in name)
+
+
+def matched_lora_rank(config, cfg):
+    """The LoRA rank whose size is nearest to a hypernet's with the same settings."""
+    with torch.device("meta"):
+        target = adapter_size(Hypernet(config, dataclasses.replace(cfg, init="default")))
+    per_rank = config.d_model + config.d_in_proj + config.d_inner + config.d_model
+    return max(1, round(target / (config.n_layer * per_rank)))
+
+
+@torch.no_grad()
+def modulation_spread(adapter, n=65):
+    """How much each modulation, by its name, and h, as "hidden", depend on t: the standard
+    deviation over n even t in [0, 1], averaged over layers and outputs. Empty if t is not read.
+    """
+    if not hasattr(adapter, "timestep"):
+        return {}
+    t = torch.linspace(0, 1, n, device=adapter.timestep.angular.device)
+    values = {name: value for name, value in vars(adapter(t)).items() if value is not None}
+    if hasattr(adapter, "hidden"):
+        values["hidden"] = adapter.hidden(t)
+    return {name: value.std(dim=1).mean().item() for name, value in values.items()}
+
+
+# ---- the table and the figure --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Parameter budgets at the released backbone's size, and the modulation against t."""
+    out: str = "runs/mark_adapters"  # folder of the figure and of result.json
+    layer: int = 0                   # layer that is drawn
+    t_max: float = 0.1               # draw 0 <= t <= t_max: 16 turns of c_t's fastest sinusoid
+    seed: int = 42                   # of the random readouts in the figure
+    publish: bool = False            # also write results/mark_adapters/budgets.json
+
+
+def budgets(config):
+    """[(kernel, n_shifts, size)]: the geometries with 12 and 24 shifts, then the baselines."""
+    rows = [(kernel, n) for n in (12, 24) for kernel in ("hypernet", "chebyshev", "dct")]
+    rows += [(kernel, None) for kernel in ("inject", "adaln", "lora")]
+    with torch.device("meta"):                                         # shapes alone
+        return [(kernel, n, adapter_size(make_adapter(kernel, config, n_shifts=n, init="default")))
+                for kernel, n in rows]
+
+
+@torch.no_grad()
+def randomise_readouts(adapter):
+    """Random weights for every readout, zero at the start or not, so that there is a modulation."""
+    for name, module in adapter.named_modules():
+        if isinstance(module, StackedLinear) and not name.startswith("mlp"):
+            nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+
+
+@torch.no_grad()
+def draw_modulation(adapters, cfg, path):
+    """One panel per adapter: the A shifts of three neighbouring groups of heads against t."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    t = torch.linspace(0, cfg.t_max, 1001)
+    fig, axes = plt.subplots(1, len(adapters), figsize=(4 * len(adapters), 3), sharey=True,
+                             layout="constrained")
+    for ax, adapter in zip(axes, adapters):
+        beta_A = adapter.effective_magnitudes()[cfg.layer, 0].item()
+        ax.axhspan(-beta_A, beta_A, color="0.93")
+        ax.plot(t, adapter(t).A[cfg.layer, :, ::adapter.nheads // adapter.n_shifts][:, :3], lw=1)
+        ax.set(title=f"{adapter.kernel}, {adapter_size(adapter) / 1e6:.2f} M", xlabel="t")
+    axes[0].set_ylabel("shift of A_log (grey: within beta_A)")
+    with atomic_path(path) as temporary:
+        fig.savefig(temporary, format="png", dpi=120)
+    plt.close(fig)
+
+
+def main(cfg):
+    torch.manual_seed(cfg.seed)
+    banner("mark_adapters.py", cfg)
+    config = HydraConfig()
+    rows = budgets(config)
+    print(f"{config.n_layer} layers, {config.nheads} heads; c_t's MLP (33,024 more) not counted\n\n"
+          "| adapter | n_shifts | parameters | published, M |\n| --- | --- | --- | --- |")
+    for kernel, n_shifts, size in rows:
+        published = PUBLISHED.get(kernel, "-") if n_shifts != 24 else "-"
+        print(f"| {kernel} | {n_shifts or '-'} | {size:,} | {published} |")
+
+    adapters = [make_adapter(kernel, config) for kernel in ("hypernet", "chebyshev", "dct")]
+    result = {"sizes": [dict(zip(("kernel", "n_shifts", "size"), row)) for row in rows],
+              "hidden_spread": {a.kernel: modulation_spread(a)["hidden"] for a in adapters}}
+    print("\nstandard deviation of h over t at the start: "
+          + ", ".join(f"{k} {v:.2f}" for k, v in result["hidden_spread"].items()))
+    for adapter in adapters:
+        randomise_readouts(adapter)
+    figure = Path(cfg.out) / "modulation.png"
+    draw_modulation(adapters, cfg, figure)
+    write_json(Path(cfg.out) / "result.json", {"metrics": result, "config": cfg})
+    if cfg.publish:
+        publish("mark_adapters", "budgets", result, cfg)
+    print(f"untrained, with random readouts (at the start every modulation is zero): {figure}")
+    return result
+
+
+if __name__ == "__main__":
+    run_cli(Config, main)

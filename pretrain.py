@@ -1,0 +1,187 @@
+"""Masked-language-model pretraining of a small Hydra-BERT: how the shipped backbone was made (paper 3.1).
+
+Run:      python pretrain.py          (a tiny model on the embedded corpus, 2 minutes)
+Last line: "held-out nats per masked byte: model N.NN, trigram N.NN; weights: runs/.../backbone.safetensors"
+          The shipped backbone: `python pretrain.py --preset small --text ... --valid NAME=PATH,... --publish`
+
+Symbols:  mask_rate   share of the bytes that become [MASK]; 0.3 as for the released backbone
+          trigram     p(x_i | x_{i-1}, x_{i+1}) counted on the training text, the yardstick
+Differs from the paper: the released Hydra-BERT has 112 M parameters, WordPiece tokens, and was pretrained on
+          C4 at length 128 (some masked tokens kept or replaced, as BERT does). Here 1 M parameters read
+          bytes at length 256, and every masked byte becomes [MASK], as in the diffusion to come.
+"""
+import dataclasses
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+import common
+from cart import corrupt, masked_cross_entropy, uniform_nats
+from checkpoint import append_metrics, load_state, open_run, read_metrics, save_state
+from data import (ByteTokenizer, DiffusionDataset, Windows, load_corpus, maskable_tokens,
+                  named_sources, noise_generator)
+from hydra_ssm import SMALL, HydraBert, HydraConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The defaults are a tiny run; --preset small is the shipped backbone's."""
+    preset: str = "tiny"                        # "tiny" or "small"
+    text: tuple[str, ...] = ("embedded",)       # training text; 5 % of its documents are held out
+    valid: tuple[str, ...] = ("held-out=embedded",)  # NAME=PATH[,PATH...]; of --text: the 5 %
+    name: str = ""                              # run folder under runs/; default pretrain_<preset>
+    steps: int = 400
+    batch: int = 8                              # sequences per step
+    seqlen: int = 256                           # bytes
+    mask_rate: float = 0.3
+    lr: float = 2e-3                            # peak; linear warm-up over 5 %, cosine to 2 %
+    weight_decay: float = 0.01                  # of matrices, not of norms, biases or A_log
+    d_model: int = 64
+    n_layer: int = 4
+    d_state: int = 16
+    headdim: int = 32
+    bf16: bool = False                          # autocast matrix products to bfloat16
+    compile: bool = False                       # torch.compile each layer (needs a C++ compiler)
+    eval_windows: int = 500                     # held-out windows per set at the end
+    save_every: int = 500
+    resume: bool = False
+    overwrite: bool = False
+    publish: bool = False                       # write assets/ and results/
+    seed: int = 42
+
+
+PRESETS = {"tiny": {}, "small": dict(d_model=128, n_layer=8, steps=9_000, bf16=True, compile=True)}
+
+
+def trigram_nats(ids, x0, masked, vocab_size):
+    """Cross-entropy (nats per masked byte) of p(x_i | x_{i-1}, x_{i+1}) counted on `ids`.
+
+    It sees the true neighbours, also where the model sees a [MASK]. Counts c(l, x, r) are smoothed
+    towards the mean of p(x | l) and p(x | r) by (c + k q) / (c(l, r) + k), and k is the best of seven on
+    the scored text itself: every choice favours the trigram.
+    """
+    v, ids = vocab_size, np.asarray(ids).astype(np.int64)
+    counts = np.bincount((ids[:-2] * v + ids[1:-1]) * v + ids[2:], minlength=v ** 3).reshape(v, v, v)
+    x = np.pad(x0.numpy(), ((0, 0), (1, 1)), constant_values=ByteTokenizer.pad_id)
+    i, j = masked.numpy().nonzero()
+    left, true, right = x[i, j], x[i, j + 1], x[i, j + 2]
+    after = counts.sum(2) + 0.5                                            # (l, x)
+    before = counts.sum(0) + 0.5                                           # (x, r)
+    q = 0.5 * (after[left, true] / after[left].sum(-1) + before[true, right] / before[:, right].sum(0))
+    seen, total = counts[left, true, right], counts.sum(1)[left, right]
+    return min(float(-np.log((seen + k * q) / (total + k)).mean()) for k in (.3, 1, 3, 10, 30, 100, 300))
+
+
+def held_out(windows, n, mask_rate, tokenizer, seed):
+    """(x0, x_t, masked), n l each: evenly spaced windows of a corpus under masks that never change."""
+    at = np.linspace(0, len(windows) - 1, min(n, len(windows))).round().astype(int)
+    x0 = torch.from_numpy(np.stack([windows[i] for i in at]))              # n l
+    t = torch.full((len(x0),), mask_rate)
+    return x0, *corrupt(x0, t, tokenizer.mask_id, maskable_tokens(x0, tokenizer), noise_generator(seed, 0))
+
+
+@torch.no_grad()
+def model_nats(model, x0, x_t, masked, pad_id, batch=32):
+    """Mean cross-entropy of the masked bytes, nats."""
+    ce = [masked_cross_entropy(model.hidden(t, None, c != pad_id)[m], c[m], model.head)
+          for c, t, m in zip(x0.split(batch), x_t.split(batch), masked.split(batch))]
+    return torch.cat(ce).mean().item()
+
+
+def main(cfg):
+    preset = PRESETS.get(cfg.preset)
+    if preset is None:
+        raise common.UserError(f"--preset: got {cfg.preset!r}, need one of {', '.join(PRESETS)}")
+    cfg = common.with_preset(cfg, preset, name=cfg.name or f"pretrain_{cfg.preset}")
+    torch.manual_seed(cfg.seed)
+    tokenizer = ByteTokenizer()
+    model = HydraBert(HydraConfig(tokenizer.vocab_size, cfg.d_model, cfg.n_layer, cfg.d_state,
+                                  headdim=cfg.headdim, chunk_size=32))
+    env = common.banner("pretrain.py", cfg, "cpu", model)
+    folder = open_run(common.ROOT / "runs" / cfg.name, cfg, env, cfg.resume, cfg.overwrite,
+                      free=("resume", "overwrite", "publish", "save_every", "compile"))
+
+    corpus = load_corpus(cfg.text, tokenizer, "train")
+    sets = {}
+    for name, paths in named_sources(cfg.valid).items():
+        split = "valid" if set(paths) & set(cfg.text) else None
+        windows = Windows(load_corpus(paths, tokenizer, split), cfg.seqlen, tokenizer.pad_id)
+        sets[name] = held_out(windows, cfg.eval_windows, cfg.mask_rate, tokenizer, cfg.seed)
+    windows = Windows(corpus, cfg.seqlen, tokenizer.pad_id)
+    dataset = DiffusionDataset(windows, tokenizer, cfg.batch, cfg.steps, cfg.seed, t_min=cfg.mask_rate,
+                               t_max=cfg.mask_rate)
+    common.log(f"{corpus.n_docs:,} documents, {corpus.n_bytes:,} bytes; "
+               f"{cfg.steps * cfg.batch * cfg.seqlen / len(corpus.ids):.2f} epochs")
+
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": cfg.weight_decay},
+                                   {"params": vectors, "weight_decay": 0.0}], lr=cfg.lr, betas=(0.9, 0.98))
+    start = 0
+    if cfg.resume:
+        state = load_state(folder / "last.pt")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+        read_metrics(folder, up_to_step=start)
+    if cfg.compile:
+        for layer in model.layers:  # one graph serves all layers
+            layer.compile()
+
+    remaining = range(start * cfg.batch, cfg.steps * cfg.batch)
+    batches = DataLoader(dataset, cfg.batch, sampler=remaining)
+    began, mean_loss = time.time(), None
+    for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
+        for group in optimizer.param_groups:
+            group["lr"] = common.learning_rate(step, cfg.steps, max(1, cfg.steps // 20), cfg.lr, 0.02)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
+            hidden = model.hidden(item["x_t"], None, item["x0"] != tokenizer.pad_id)
+            ce = masked_cross_entropy(hidden[item["masked"]], item["x0"][item["masked"]], model.head)
+        loss = ce.mean()
+        if not torch.isfinite(loss):
+            raise common.UserError(f"loss is {loss.item()} at step {step}; lower --lr, then --resume")
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        mean_loss = loss.item() if mean_loss is None else 0.98 * mean_loss + 0.02 * loss.item()
+        if (step + 1) % 100 == 0:
+            rate = (step + 1 - start) * cfg.batch * cfg.seqlen / (time.time() - began)
+            append_metrics(folder, step=step + 1, loss=mean_loss, bytes_per_second=rate)
+            common.log(f"step {step + 1:6d}  loss {mean_loss:.4f} nats  {rate:,.0f} bytes/s")
+        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            save_state(folder / "last.pt", step=step + 1, model=model.state_dict(),
+                       optimizer=optimizer.state_dict())
+            few = {k: model_nats(model, *(v[:64] for v in s), tokenizer.pad_id) for k, s in sets.items()}
+            append_metrics(folder, step=step + 1, valid=few)
+            common.log("  held out: " + "  ".join(f"{k} {v:.4f}" for k, v in few.items()))
+
+    result = {"train_bytes": corpus.n_bytes, "parameters": sum(p.numel() for p in model.parameters()),
+              "seconds": time.time() - began, "uniform": uniform_nats(256), "held_out": {}}
+    for name, (x0, x_t, masked) in sets.items():
+        result["held_out"][name] = {
+            "model": model_nats(model, x0, x_t, masked, tokenizer.pad_id), "masked": int(masked.sum()),
+            "trigram": trigram_nats(corpus.ids, x0, masked, tokenizer.vocab_size)}
+    common.write_json(folder / "result.json", result)
+    save_backbone(folder / "backbone.safetensors", model)
+    if cfg.publish:
+        save_backbone(SMALL, model)
+        common.publish("pretrain", cfg.preset, result, cfg)
+    for name, row in result["held_out"].items():
+        common.log(f"{name}: held-out nats per masked byte: model {row['model']:.3f}, trigram with both true "
+                   f"neighbours {row['trigram']:.3f}; weights: {folder / 'backbone.safetensors'}")
+    return result
+
+
+def save_backbone(path, model):
+    """The weights in float32, readable by `load_backbone`."""
+    from safetensors.torch import save_file
+    with common.atomic_path(path) as temporary:
+        save_file({k: v.detach().float().contiguous() for k, v in model.state_dict().items()}, temporary)
+
+
+if __name__ == "__main__":
+    common.run_cli(Config, main)
