@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
@@ -128,8 +129,9 @@ def banner(script, cfg, device="cpu", model=None):
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         lines.append(f"parameters {total:,} in {dtype}, trainable {trainable:,}")
-    lines.append("  ".join(f"{f.name}={getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)))
-    log("-" * 78 + "\n" + "\n".join(lines) + "\n" + "-" * 78)
+    settings = "  ".join(f"{f.name}={getattr(cfg, f.name)}" for f in dataclasses.fields(cfg))
+    lines += textwrap.wrap(settings, 98, break_on_hyphens=False, break_long_words=False)
+    log("-" * 98 + "\n" + "\n".join(lines) + "\n" + "-" * 98)
     return env
 
 
@@ -140,17 +142,25 @@ def publish(script, run, result, cfg=None):
     return path
 
 
-def with_preset(cfg, preset, **derived):
-    """`cfg` with the values of `preset` wherever the user left the default, then `derived`."""
-    untouched = {f.name for f in dataclasses.fields(cfg) if getattr(cfg, f.name) == f.default}
-    return dataclasses.replace(cfg, **{k: v for k, v in preset.items() if k in untouched}, **derived)
+def from_preset(config_class, presets, name, **given):
+    """The configuration of a preset, in which each value that is given wins."""
+    if name not in presets:
+        raise UserError(f"--preset: got {name!r}, need one of {', '.join(presets)}")
+    return config_class(**{**presets[name], **given, "preset": name})
 
 
-def run_cli(config_class, main):
-    """Parse `config_class` from the command line and call `main(cfg)`; exit 2 on a UserError."""
+def run_cli(config_class, main, presets=None):
+    """Parse `config_class` from the command line and call `main(cfg)`; exit 2 on a UserError.
+
+    With presets, `--preset NAME` sets the defaults that the other flags then override.
+    """
     import tyro
     try:
-        main(tyro.cli(config_class))
+        default = config_class()
+        if presets:
+            chosen = re.search(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(sys.argv[1:]))
+            default = from_preset(config_class, presets, chosen[1] if chosen else default.preset)
+        main(tyro.cli(config_class, default=default))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -29,7 +29,7 @@ from einops import rearrange
 from torch.utils.checkpoint import checkpoint
 
 import common
-import data
+import text
 from chunk_scan import bidirectional_scan
 
 
@@ -125,8 +125,8 @@ class Mixer(nn.Module):
         self.norm = nn.RMSNorm(config.d_inner, eps=1e-5)
         self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=False)
 
-    def forward(self, u, op, mask=None):
-        """u (b, l, d) -> (b, l, d). mask (b, l): False at pads, which then change nothing elsewhere."""
+    def project(self, u, op, mask=None):
+        """u (b, l, d) -> z (b, l, h p) and the scan's inputs x, dt, B, C, D (shapes in chunk_scan.py)."""
         cfg = self.config
         zxbcdt = self.in_proj(u)                                             # b l (z, x, B C B C, dt dt)
         if op.lora:
@@ -146,8 +146,12 @@ class Mixer(nn.Module):
             dt = dt * mask[..., None, None]       # nor may a pad enter or decay the state
         D = self.fc_D(x).to(op.D.dtype) + op.D[:, None]                      # b l h, the free diagonal
         B, C = rearrange(BC, "b l (d k g n) -> k b l d g n", d=2, k=2, g=cfg.ngroups)
-        x = rearrange(x, "b l (h p) -> b l h p", h=cfg.nheads)
-        y = bidirectional_scan(x, dt, op.A, B, C, D, cfg.chunk_size)         # eq. 11
+        return z, rearrange(x, "b l (h p) -> b l h p", h=cfg.nheads), dt, B, C, D
+
+    def forward(self, u, op, mask=None):
+        """u (b, l, d) -> (b, l, d). mask (b, l): False at pads, which then change nothing elsewhere."""
+        z, x, dt, B, C, D = self.project(u, op, mask)
+        y = bidirectional_scan(x, dt, op.A, B, C, D, self.config.chunk_size)  # eq. 11
         y = rearrange(y, "b l h p -> b l (h p)").type_as(self.norm.weight)
         y = self.norm(y) * F.silu(z)
         out = self.out_proj(y)
@@ -206,9 +210,13 @@ class HydraBert(nn.Module):
         A = -torch.exp(shifted("A_log", m.A).float()).to(mixers[0].A_log.dtype)
         rows = {"A": A, "dt_bias": shifted("dt_bias", m.dt), "D": shifted("D", m.D)}
         like = self.word_embeddings.weight
-        if m.B_scale is not None:
-            rows["BC_scale"] = torch.cat([m.B_scale, m.C_scale] * 2, -1)     # y b 4gn
-            rows["BC_shift"] = torch.cat([m.B_shift, m.C_shift] * 2, -1)
+        bc = (m.B_scale, m.C_scale, m.B_shift, m.C_shift)
+        if any(part is not None for part in bc):
+            one = torch.ones_like(next(part for part in bc if part is not None))
+            scales = [one if part is None else part for part in bc[:2]]
+            shifts = [0 * one if part is None else part for part in bc[2:]]
+            rows["BC_scale"] = torch.cat(scales * 2, -1)                     # y b 4gn
+            rows["BC_shift"] = torch.cat(shifts * 2, -1)
         rows |= {name: getattr(m, name) for name in ("in_scale", "in_shift", "out_gate")}
         for name in ("BC_scale", "BC_shift", "in_scale", "in_shift", "out_gate"):
             if rows.get(name) is not None:
@@ -289,8 +297,6 @@ def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=
         if tensor.shape != expected[name].shape:
             raise common.UserError(f"{path}: {name} is {tuple(tensor.shape)}, "
                                    f"needed {tuple(expected[name].shape)}")
-        if not torch.isfinite(tensor).all():
-            raise common.UserError(f"{path}: {name} holds NaN or infinity")
         keep = name.endswith(("A_log", "dt_bias", "mixer.D")) and dtype.itemsize < 4
         state[name] = tensor.to(device, torch.float32 if keep else dtype, copy=True)
     model.load_state_dict(state, assign=True)
@@ -316,6 +322,10 @@ def _canonical(state, path):
         name = re.sub(r"^((model|module|_orig_mod)\.)+", "", key)
         for pattern, replacement in RENAMES:
             name = re.sub(pattern, replacement, name)
+        if name in renamed:
+            raise common.UserError(f"{path}: two tensors for {name}, one of them {key}")
+        if not torch.isfinite(tensor).all():
+            raise common.UserError(f"{path}: {name} holds NaN or infinity")
         renamed[name] = tensor
     decoder = renamed.pop("cls.predictions.decoder.weight", None)
     word = renamed.get("word_embeddings.weight")
@@ -329,6 +339,13 @@ def _canonical(state, path):
         if names:
             raise common.UserError(f"{path}: tensor {min(names)} is {problem} "
                                    f"({len(names)} in all); is this a Hydra-BERT checkpoint?")
+    for name, tensor in renamed.items():
+        if tensor.ndim != expected[name].ndim or not tensor.numel():
+            raise common.UserError(f"{path}: {name} is {tuple(tensor.shape)}, "
+                                   f"needed {expected[name].ndim} dimensions, none empty")
+    if len(renamed["decoder_bias"]) != len(word):
+        raise common.UserError(f"{path}: decoder_bias has {len(renamed['decoder_bias'])} entries, "
+                               f"needed one for each of {len(word)} embedding rows")
     return renamed
 
 
@@ -344,13 +361,13 @@ def _read_tensors(path):
             with torch.serialization.safe_globals(inert):
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             content = content.get("state", content)
-            content = content.get("model", content)
+            content = dict(content.get("model", content))
         else:
             from safetensors.torch import load_file
             content = load_file(path)
     except Exception as error:  # every reader has its own kinds of failure; all mean: not such a file
         raise common.UserError(f"{path}: not a readable torch or safetensors file, or cut short "
-                               f"({type(error).__name__}: {str(error).splitlines()[0][:120]})") from None
+                               f"({type(error).__name__}: {str(error)[:120].partition(chr(10))[0]})") from None
     tensors = {k: v for k, v in content.items() if isinstance(v, torch.Tensor)}
     if not tensors:
         raise common.UserError(f"{path}: holds no tensors")
@@ -360,11 +377,10 @@ def _read_tensors(path):
 def _fetch(source):
     """Path of a hub file in huggingface_hub's cache, downloaded if need be, its size and sha256 checked."""
     import huggingface_hub
-    import huggingface_hub.errors
     hub = HUB_FILES[source]
     try:
         path = Path(huggingface_hub.hf_hub_download(source, hub.filename, revision=hub.revision))
-    except (OSError, huggingface_hub.errors.HfHubHTTPError, Exception) as error:
+    except Exception as error:  # connection, HTTP status, offline mode: classes of several packages
         raise common.UserError(
             f"could not fetch {hub.filename} of {source} ({type(error).__name__}); download it elsewhere and "
             "give its path as --weights, set HF_ENDPOINT to a mirror, or unset HF_HUB_OFFLINE") from None
@@ -373,6 +389,72 @@ def _fetch(source):
         while block := file.read(1 << 22):
             digest.update(block)
     if (size, digest.hexdigest()) != (hub.size, hub.sha256):
+        path = path.resolve()  # the snapshot is a link: deleting it alone would leave the bad blob
         raise common.UserError(f"{path}: {size} bytes with sha256 {digest.hexdigest()[:12]}..., expected "
                                f"{hub.size} and {hub.sha256[:12]}...; delete the file and try again")
     return path
+
+
+# ------------------------------------------------------------------------------------------ demonstration
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Fill the [MASK]s of a text in one pass, and draw what one layer's mixer does to it."""
+    text: str = "It is a truth univ[MASK]rsally acknowl[MASK]dged, that a sin[MASK]le man is in want of a w[MASK]fe."
+    weights: str = "small"      # "small", "goombalab/hydra" or a path
+    vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
+    layer: int = 0              # whose mixer matrix is drawn
+    seed: int = 42
+
+
+@torch.no_grad()
+def mixer_matrix(model, input_ids, layer):
+    """M of eq. 11, (h, l, l), of one layer on ids (l,): the scan's answer to each unit vector."""
+    seen = []
+    mixer = model.layers[layer].mixer
+    hook = mixer.register_forward_pre_hook(lambda module, args: seen.append(args))
+    model.hidden(input_ids[None])
+    hook.remove()
+    (u, op, *_), l = seen[0], len(input_ids)
+    _, _, dt, B, C, D = mixer.project(u, op)
+    unit = torch.eye(l).view(1, l, 1, l).expand(1, l, mixer.config.nheads, l).to(u)    # b l h p, p = l
+    return bidirectional_scan(unit, dt, op.A, B, C, D, mixer.config.chunk_size)[0].movedim(1, 0)
+
+
+def main(cfg):
+    from matplotlib.figure import Figure
+    tokenizer, model = text.make_tokenizer(cfg.vocab), load_backbone(cfg.weights)
+    if not 0 <= cfg.layer < model.config.n_layer:
+        raise common.UserError(f"--layer: got {cfg.layer}, need 0 to {model.config.n_layer - 1}")
+    common.banner("hydra_ssm.py", cfg, "cpu", model)
+    parts = [tokenizer.encode(part).tolist() for part in cfg.text.split("[MASK]")]
+    ids = torch.tensor(sum(([tokenizer.mask_id] + part for part in parts), [])[1:])    # l
+    holes = (ids == tokenizer.mask_id).nonzero().flatten()
+    with torch.no_grad():
+        p = model.head(model.hidden(ids[None])[0, holes]).softmax(-1)                  # holes v
+    result = {"filled": [], "probability": []}
+    for hole, row in zip(holes.tolist(), p):
+        best = row.topk(3)
+        ids[hole] = best.indices[0]
+        names = [f"{tokenizer.decode([i])!r} {q:.2f}" for i, q in zip(best.indices.tolist(), best.values)]
+        common.log(f"position {hole}: {', '.join(names)}")
+        result["filled"].append(int(best.indices[0]))
+        result["probability"].append(best.values[0].item())
+    common.log(f"{cfg.text}\n{tokenizer.decode(ids)}")
+
+    M = mixer_matrix(model, ids, cfg.layer)                                            # h l l
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    for ax, head in zip(figure.subplots(1, 3), (0, len(M) // 2, len(M) - 1)):
+        bound = M[head].abs().quantile(0.99).item()
+        image = ax.imshow(M[head].float().cpu(), cmap="RdBu", vmin=-bound, vmax=bound)
+        ax.set(title=f"layer {cfg.layer}, head {head}", xlabel="j (from)", ylabel="i (to)")
+        figure.colorbar(image, ax=ax, shrink=0.8)
+    path = common.ROOT / "runs" / "hydra_ssm" / "mixer_matrix.png"
+    with common.atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+    common.log(f"mixer matrix of layer {cfg.layer}: {path.relative_to(common.ROOT)}")
+    return result
+
+
+if __name__ == "__main__":
+    common.run_cli(Config, main)

@@ -1,6 +1,6 @@
 """MaRK adapters: t -> bounded changes of A, dt, D, B, C in every layer (3.4, A.2; eq. 3, 4, 14-20).
 
-Run: `python mark_adapters.py` (15 s on two CPU cores) prints the parameter budgets at the released
+Run: `python mark_adapters.py` (12 s on two CPU cores) prints the parameter budgets at the released
      backbone's size; its last line names the figure it drew, runs/mark_adapters/modulation.png.
 
 Symbols:
@@ -363,7 +363,7 @@ def make_adapter(kernel, config, **settings):
         if value is not None and value < least:
             raise UserError(f"{name}: got {value}, need at least {least}")
     adapter = KERNELS[kernel](config, cfg)
-    adapter.kernel = kernel
+    adapter.kernel, adapter.settings = kernel, settings
     return adapter
 
 

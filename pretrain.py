@@ -92,10 +92,7 @@ def model_nats(model, x0, x_t, masked, pad_id, batch=32):
 
 
 def main(cfg):
-    preset = PRESETS.get(cfg.preset)
-    if preset is None:
-        raise common.UserError(f"--preset: got {cfg.preset!r}, need one of {', '.join(PRESETS)}")
-    cfg = common.with_preset(cfg, preset, name=cfg.name or f"pretrain_{cfg.preset}")
+    cfg = dataclasses.replace(cfg, name=cfg.name or f"pretrain_{cfg.preset}")
     torch.manual_seed(cfg.seed)
     tokenizer = ByteTokenizer()
     model = HydraBert(HydraConfig(tokenizer.vocab_size, cfg.d_model, cfg.n_layer, cfg.d_state,
@@ -184,4 +181,4 @@ def save_backbone(path, model):
 
 
 if __name__ == "__main__":
-    common.run_cli(Config, main)
+    common.run_cli(Config, main, PRESETS)

@@ -1,0 +1,97 @@
+"""Random checkpoints in the layout of the released file, of any size; no code of the project."""
+import contextlib
+import random
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "tests" / "fixtures"
+PREFIX = "model.bert.encoder.layer"
+
+
+def released_state(config, seed=0, rows=None, decoder=True):
+    """Released key -> float32 tensor. Embedding rows: vocab_size padded to a multiple of 8.
+
+    `config` is anything with the fields of HydraConfig. Random scales and biases everywhere: no
+    tensor can be left out, doubled or swapped without changing the logits.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, std=1.0, mean=0.0):
+        return torch.randn(*shape, generator=draw).mul_(std).add_(mean)
+
+    d, n_bc = config.d_model, 4 * config.ngroups * config.d_state
+    d_inner = config.expand * d
+    h = d_inner // config.headdim
+    rows = rows or -(-config.vocab_size // 8) * 8
+    state = {
+        "model.bert.embeddings.word_embeddings.weight": normal(rows, d),
+        "model.bert.embeddings.token_type_embeddings.weight": normal(2, d),
+        "model.bert.embeddings.LayerNorm.weight": normal(d, std=0.2, mean=1.0),
+        "model.bert.embeddings.LayerNorm.bias": normal(d, std=0.2)}
+    for y in range(config.n_layer):
+        mixer = f"{PREFIX}.{y}.layer.mixer"
+        state |= {
+            f"{mixer}.dt_bias": normal(h, mean=-1.0),
+            f"{mixer}.A_log": normal(h, std=0.7),
+            f"{mixer}.D": normal(h),
+            f"{mixer}.in_proj.weight": normal(2 * d_inner + n_bc + 2 * h, d, std=d ** -0.5),
+            f"{mixer}.conv1d.weight": normal(d_inner + n_bc, 1, config.d_conv, std=0.5),
+            f"{mixer}.conv1d.bias": normal(d_inner + n_bc, std=0.2),
+            f"{mixer}.fc_D.weight": normal(h, d_inner, std=d_inner ** -0.5),
+            f"{mixer}.norm.weight": normal(d_inner, std=0.2, mean=1.0),
+            f"{mixer}.out_proj.weight": normal(d, d_inner, std=d_inner ** -0.5),
+            f"{PREFIX}.{y}.layer.norm.weight": normal(d, std=0.2, mean=1.0),
+            f"{PREFIX}.{y}.layer.norm.bias": normal(d, std=0.2)}
+    state |= {
+        "model.cls.predictions.transform.dense.weight": normal(d, d, std=d ** -0.5),
+        "model.cls.predictions.transform.dense.bias": normal(d, std=0.2),
+        "model.cls.predictions.transform.LayerNorm.weight": normal(d, std=0.2, mean=1.0),
+        "model.cls.predictions.transform.LayerNorm.bias": normal(d, std=0.2)}
+    if decoder:  # tied: the same storage, as in the release
+        word = state["model.bert.embeddings.word_embeddings.weight"]
+        state["model.cls.predictions.decoder.weight"] = word
+    state["model.cls.predictions.decoder.bias"] = normal(rows, std=0.2)
+    return state
+
+
+@contextlib.contextmanager
+def absent_package(module_name, class_name):
+    """A class that pickles by a global name which no installed package provides afterwards."""
+    parts = module_name.split(".")
+    names = [".".join(parts[:i + 1]) for i in range(len(parts))]
+    assert not set(names) & set(sys.modules), f"{module_name} is installed"
+    modules = {name: types.ModuleType(name) for name in names}
+    cls = type(class_name, (), {"__module__": module_name})
+    setattr(modules[module_name], class_name, cls)
+    sys.modules.update(modules)
+    try:
+        yield cls
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def write_composer_layout(path, state):
+    """Save `state` as composer does, among pickled objects of packages a user does not have."""
+    with absent_package("composer.core.time", "Timestamp") as Timestamp:
+        timestamp = Timestamp()
+        timestamp.batch, timestamp.epoch = 70_000, Timestamp()
+        huggingface = {"model": {"config": {"vocab_size": 30522}}}
+        torch.save({
+            "state": {"model": state, "timestamp": timestamp, "run_name": "hydra",
+                      "integrations": {"huggingface": huggingface}},
+            "rng": [{"python": random.Random(0).getstate(), "torch": torch.get_rng_state(),
+                     "numpy": np.random.RandomState(0).get_state(),
+                     "generator": np.random.default_rng(0)}]}, path)
+
+
+def write_released_layout(path, config, seed=0, rows=None, decoder=True):
+    """Write a random composer checkpoint of the released layout and return its state dict."""
+    state = released_state(config, seed, rows, decoder)
+    write_composer_layout(path, state)
+    return state

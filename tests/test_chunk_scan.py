@@ -1,0 +1,231 @@
+"""The chunked scan against a float64 loop over positions and heads written from the equation.
+
+Tolerances. float64: 1e-11 of the largest entry; loop and chunks only sum in another order.
+float32: 2e-5 of the largest entry; the decay between two positions of a chunk is a difference of
+cumulative log-decays of some tens, each rounded to 6e-8 of itself, so it is good to about 5e-6,
+and the sums over a chunk and over the state add a few units more.
+bfloat16: 1 % of the norm; one rounding is 0.4 % at worst, and a sum averages over many.
+"""
+import functools
+
+import pytest
+import torch
+from chunk_scan import bidirectional_scan, plain_scan
+
+LENGTHS = (1, 2, 7, 63, 64, 65, 200)
+NAMES = ("x", "dt", "A", "B", "C", "D")
+FLOAT64, FLOAT32 = 1e-11, 2e-5
+
+
+def loop_oracle(x, dt, A, B, C, D):
+    """y_i = C_{i-1} h_{i-1} + C_{i+1} g_{i+1} + D_i x_i, one position and one head at a time."""
+    b, length, heads, p = x.shape
+    groups, n = B.shape[3], B.shape[4]
+    if A.dim() == 1:
+        A = torch.stack([A] * b)
+    rows = [[D[:, i, j, None] * x[:, i, j] for j in range(heads)] for i in range(length)]
+    for j in range(heads):
+        group = j // (heads // groups)                     # neighbouring heads share a group
+        for direction, order in ((0, range(length)), (1, range(length - 1, -1, -1))):
+            state = torch.zeros(b, p, n, dtype=x.dtype)
+            step = 1 if direction == 0 else -1
+            for i in order:
+                decay = torch.exp((dt[:, i, direction, j] * A[:, j]).clamp(min=-30.0))
+                inflow = dt[:, i, direction, j, None, None] * (
+                    x[:, i, j, :, None] * B[:, i, direction, group, None, :])
+                state = decay[:, None, None] * state + inflow
+                if 0 <= i + step < length:                 # the state at i is read one position on
+                    read = (state * C[:, i, direction, group, None, :]).sum(-1)
+                    rows[i + step][j] = rows[i + step][j] + read
+    return torch.stack([torch.stack(row, 1) for row in rows], 1)  # b l h p
+
+
+def random_inputs(length, b=2, heads=4, p=3, n=5, groups=1, per_sample=False, seed=0):
+    draw = torch.Generator().manual_seed(1000 * length + 10 * groups + per_sample + seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    A = -torch.exp(normal(*((b, heads) if per_sample else (heads,))))
+    return dict(x=normal(b, length, heads, p), dt=normal(b, length, 2, heads).exp() * 0.3, A=A,
+                B=normal(b, length, 2, groups, n), C=normal(b, length, 2, groups, n),
+                D=normal(b, length, heads))
+
+
+def output_weight(y):
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def value_and_gradients(scan, inputs):
+    """The output, and the gradient of a fixed weighted sum of it with respect to every input."""
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in inputs.items()}
+    y = scan(**leaves)
+    (y * output_weight(y).to(y.dtype)).sum().backward()
+    grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items()}
+    return {"y": y.detach()} | {f"d{k}": grads[k] for k in NAMES}   # length 1 uses x and D alone
+
+
+def chunked(chunk_size):
+    return functools.partial(bidirectional_scan, chunk_size=chunk_size)
+
+
+def cast(inputs, dtype):
+    return {k: v.to(dtype) for k, v in inputs.items()}
+
+
+def assert_close(got, want, tolerance, floor=1e-3):
+    for key, expected in want.items():
+        value = got[key]
+        assert value is not None and value.shape == expected.shape, key
+        assert torch.isfinite(value).all(), f"{key} is not finite"
+        error = (value.double() - expected).abs().max().item()
+        scale = max(expected.abs().max().item(), floor)
+        assert error <= tolerance * scale, f"{key}: {error:.3e} at scale {scale:.3e}"
+
+
+@functools.cache
+def expected_results(length, groups, per_sample):
+    inputs = random_inputs(length, groups=groups, per_sample=per_sample)
+    return value_and_gradients(loop_oracle, inputs)
+
+
+@pytest.mark.parametrize("per_sample", (False, True), ids=("shared_A", "per_sample_A"))
+@pytest.mark.parametrize("groups", (1, 2))
+@pytest.mark.parametrize("length", LENGTHS)
+def test_values_and_every_gradient_equal_the_loop(length, groups, per_sample):
+    inputs = random_inputs(length, groups=groups, per_sample=per_sample)
+    want = expected_results(length, groups, per_sample)
+    for chunk_size in (1, 16, 32, 64) if length == 7 else (16, 32, 64):
+        got = value_and_gradients(chunked(chunk_size), inputs)
+        assert got["y"].dtype == torch.float64
+        assert_close(got, want, FLOAT64)
+        got = value_and_gradients(chunked(chunk_size), cast(inputs, torch.float32))
+        assert got["y"].dtype == torch.float32
+        assert_close(got, want, FLOAT32)
+
+
+@pytest.mark.parametrize("length", (1, 2, 65))
+def test_the_plain_recurrence_of_the_file_equals_the_loop(length):
+    inputs = random_inputs(length, groups=2, per_sample=True)
+    got = value_and_gradients(functools.partial(plain_scan, chunk_size=64), inputs)
+    assert_close(got, expected_results(length, 2, True), FLOAT64)
+
+
+@pytest.mark.parametrize("length", (65, 200))
+def test_bf16_is_within_one_percent_of_the_loop_on_the_same_rounded_inputs(length):
+    inputs = random_inputs(length, p=16, n=16, per_sample=True)
+    for name in ("x", "B", "C"):
+        inputs[name] = inputs[name].bfloat16().double()
+    want = value_and_gradients(loop_oracle, inputs)
+    low = {k: v.to(torch.bfloat16 if k in ("x", "B", "C") else torch.float32)
+           for k, v in inputs.items()}
+    got = value_and_gradients(chunked(64), low)
+    assert got["y"].dtype == torch.bfloat16
+    for key, expected in want.items():
+        error = (got[key].double() - expected).norm() / expected.norm()
+        assert error < 0.01, f"{key}: {error:.2%}"
+
+
+@pytest.mark.parametrize("run", (1, 16), ids=("one_spike", "a_run_of_spikes"))
+def test_a_spike_of_decay_costs_its_neighbours_nothing(run):
+    """One log-decay of -1e5 among -0.01: unclamped, cumulative sums would keep three digits."""
+    inputs = random_inputs(130, per_sample=True)
+    inputs["A"] = torch.full_like(inputs["A"], -1.0)
+    inputs["dt"] = torch.full_like(inputs["dt"], 0.01)
+    spikes = slice(37, 37 + run), slice(90, 90 + run)
+    for direction, spike in enumerate(spikes):
+        inputs["dt"][:, spike, direction] = 1e5
+        inputs["B"][:, spike, direction] *= 1e-7           # dt B x stays of the size of the others
+    want = value_and_gradients(loop_oracle, inputs)
+    got = value_and_gradients(chunked(64), cast(inputs, torch.float32))
+    for spike in spikes:                                   # dt is a factor of dB: compare it apart
+        assert_close({"dB": got["dB"][:, spike]}, {"dB": want["dB"][:, spike].clone()}, FLOAT32)
+        want["dB"][:, spike] = got["dB"][:, spike] = 0
+    assert_close(got, want, FLOAT32)
+
+
+@pytest.mark.parametrize("case", ("no_decay", "large_dt", "zero_dt", "dt_zero_in_places"))
+def test_extreme_steps_stay_exact(case):
+    inputs = random_inputs(100, groups=2)
+    if case == "no_decay":
+        inputs["A"] = torch.zeros_like(inputs["A"])
+    elif case == "large_dt":
+        inputs["dt"] = torch.full_like(inputs["dt"], 50.0)
+    elif case == "zero_dt":
+        inputs["dt"] = torch.zeros_like(inputs["dt"])
+    else:
+        inputs["dt"][:, 20:40] = 0.0
+        inputs["dt"][:, 64] = 0.0
+    want = value_and_gradients(loop_oracle, inputs)
+    floor = 1e-3
+    if case == "large_dt":  # decays of exp(-30) leave dA the rounding of sums of the size of y dt
+        floor = 50 * want["y"].abs().max().item()
+    for chunk_size in (16, 64):
+        assert_close(value_and_gradients(chunked(chunk_size), inputs), want, FLOAT64, floor)
+        got = value_and_gradients(chunked(chunk_size), cast(inputs, torch.float32))
+        assert_close(got, want, FLOAT32, floor)
+
+
+@pytest.mark.parametrize("length", (64, 65, 150))
+def test_reversing_the_input_and_swapping_the_directions_reverses_the_output(length):
+    inputs = random_inputs(length, groups=2, per_sample=True)
+    mirrored = {k: v if k == "A" else v.flip(1) for k, v in inputs.items()}
+    for name in ("dt", "B", "C"):
+        mirrored[name] = mirrored[name].flip(2)
+    y, mirror = chunked(64)(**inputs), chunked(64)(**mirrored)
+    assert_close({"y": mirror.flip(1)}, {"y": y}, FLOAT64)
+    assert not torch.allclose(chunked(64)(**inputs | {"C": inputs["C"].flip(2)}), y)
+
+
+@pytest.mark.parametrize("length, chunk_size", ((40, 16), (70, 32)))
+def test_feeding_the_identity_shows_a_quasiseparable_matrix(length, chunk_size):
+    n = 4
+    inputs = random_inputs(length, b=1, heads=1, p=length, n=n)
+    inputs["x"] = torch.eye(length, dtype=torch.float64)[None, :, None, :]
+    inputs["A"] = torch.full_like(inputs["A"], -0.05)      # slow: far blocks are not zero
+    M = chunked(chunk_size)(**inputs)[0, :, 0, :]          # y_i = sum_j M_ij x_j
+    assert torch.equal(M.diagonal(), inputs["D"][0, :, 0]), "a state must not see its own position"
+    for i in range(1, length):
+        for block in (M[i:, :i], M[:i, i:]):
+            spectrum = torch.linalg.svdvals(block)
+            assert (spectrum[n:] < 1e-12 * spectrum[0]).all(), f"rank above n = {n} at {i}"
+            assert spectrum[min(n, i, length - i) - 1] > 1e-9 * spectrum[0], f"rank below n at {i}"
+    assert torch.linalg.matrix_rank(M) == length           # of low rank off the diagonal only
+
+
+def test_one_batch_equals_separate_calls():
+    inputs = random_inputs(70, b=3, per_sample=True)
+    together = chunked(32)(**inputs)
+    for i in range(3):
+        alone = chunked(32)(**{k: v[i:i + 1] for k, v in inputs.items()})
+        assert_close({"y": alone}, {"y": together[i:i + 1]}, FLOAT64)
+    shared = inputs | {"A": inputs["A"][0]}
+    expanded = inputs | {"A": inputs["A"][:1].expand(3, -1)}
+    assert_close({"y": chunked(32)(**shared)}, {"y": chunked(32)(**expanded)}, FLOAT64)
+
+
+def test_views_equal_their_contiguous_copies():
+    inputs = random_inputs(66, groups=2, per_sample=True)
+    want = value_and_gradients(chunked(32), inputs)
+    layouts = {
+        "transposed": lambda v: v.transpose(0, -1).contiguous().transpose(0, -1),
+        "sliced": lambda v: torch.cat((v, v), -1)[..., :v.shape[-1]],
+        "strided": lambda v: torch.stack((v, v + 1), -1).flatten(-2)[..., ::2],
+    }
+    for name, layout in layouts.items():
+        views = {k: layout(v) for k, v in inputs.items()}
+        assert all(torch.equal(views[k], inputs[k]) for k in NAMES), name
+        leaves = {k: v.requires_grad_() for k, v in views.items()}
+        assert not leaves["x"].is_contiguous()
+        before = {k: v.detach().clone() for k, v in leaves.items()}
+        y = chunked(32)(**leaves)
+        grads = torch.autograd.grad((y * output_weight(y)).sum(), list(leaves.values()))
+        got = {"y": y.detach()} | {f"d{k}": g for k, g in zip(leaves, grads)}
+        assert_close(got, want, FLOAT64)
+        assert all(torch.equal(before[k], leaves[k]) for k in NAMES), "an input was written to"
+
+
+def test_gradcheck_on_a_tiny_case():
+    inputs = random_inputs(5, b=2, heads=2, p=2, n=2, groups=2, per_sample=True)
+    leaves = tuple(inputs[k].requires_grad_() for k in NAMES)
+    assert torch.autograd.gradcheck(functools.partial(bidirectional_scan, chunk_size=2), leaves)

@@ -1,0 +1,258 @@
+"""text.py: every byte of every file format arrives, and the tokenizers do what their tables say."""
+import gzip
+import json
+import sys
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+import zstandard
+from common import UserError
+from hypothesis import given
+from hypothesis import strategies as st
+
+import text
+
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = ("a", "b", "ab", "abc", "c", "##a", "##b", "##bc", "##ca", ",", ".", "[", "]", "mask")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A vocabulary with the special tokens in an unusual place."""
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(WORDS[:3] + SPECIALS + WORDS[3:]) + "\n")
+    return text.WordPiece(path)
+
+
+def pieces_by_longest_match(word):
+    """WordPiece for one lower-case word, as its definition reads."""
+    found, at = [], 0
+    while at < len(word):
+        prefix = "##" if at else ""
+        ends = [e for e in range(len(word), at, -1) if prefix + word[at:e] in WORDS]
+        if not ends:
+            return ["[UNK]"]
+        found.append(prefix + word[at:ends[0]])
+        at = ends[0]
+    return found
+
+
+# ---------------------------------------------------------------------------------- tokenizers
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_byte_ids_are_the_bytes_and_decode_to_the_text(string):
+    ids = text.ByteTokenizer().encode(string)
+    assert ids.dtype == np.uint16 and ids.tolist() == list(string.encode("utf-8"))
+    assert text.ByteTokenizer().decode(ids) == string
+
+
+def test_special_bytes_are_the_four_after_the_bytes_and_decode_visibly():
+    tokenizer = text.make_tokenizer("bytes")
+    assert (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id) == \
+        (256, 257, 258, 259) == tokenizer.special_ids
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.decode([257, 65, 259, 66, 258, 67, 256]) == "A_B\n\nC"
+    assert tokenizer.decode([0xC3, 259, 0xA9]) == "\ufffd_\ufffd"  # a masked half of a letter
+
+
+@given(st.lists(st.text("abcx", min_size=1, max_size=6), max_size=8))
+def test_wordpiece_takes_the_longest_match_first(tiny, words):
+    expected = [piece for word in words for piece in pieces_by_longest_match(word)]
+    vocabulary = WORDS[:3] + SPECIALS + WORDS[3:]
+    assert tiny.encode(" ".join(words)).tolist() == [vocabulary.index(p) for p in expected]
+
+
+def test_wordpiece_lowers_case_strips_accents_and_splits_punctuation(tiny):
+    assert tiny.encode("ÁB,Abc.").tolist() == tiny.encode("ab , abc .").tolist()
+    assert tiny.encode("").tolist() == [] and tiny.encode("").dtype == np.uint16
+
+
+def test_a_text_that_spells_a_special_token_does_not_become_one(tiny):
+    ids = tiny.encode("a [MASK] b [SEP] [PAD]").tolist()
+    assert not set(ids) & set(tiny.special_ids)
+
+
+def test_a_long_text_is_encoded_as_word_by_word(tiny):
+    words = ["abcca"] * 30_000 + ["ab", "b,", "xyz", "Ábc."] * 9_000  # a cut word reads otherwise
+    whole = tiny.encode_batch(["".join(w + " \n\t"[i % 3] for i, w in enumerate(words)), "", "ab"])
+    by_word = {w: tiny.encode(w).tolist() for w in set(words)}
+    assert whole[0].tolist() == [i for w in words for i in by_word[w]]
+    assert whole[1].tolist() == [] and whole[2].tolist() == tiny.encode("ab").tolist()
+
+
+def test_wordpiece_decodes_to_text_with_visible_masks(tiny):
+    ids = [tiny.cls_id, *tiny.encode("abca, b"), tiny.mask_id, tiny.sep_id, *tiny.encode("a"),
+           tiny.pad_id]
+    assert tiny.decode(np.array(ids, np.int64)) == "abca, b _\n\na"
+
+
+def test_the_fingerprint_is_of_the_vocabulary_and_not_of_its_path(tiny, tmp_path):
+    content = "\n".join(SPECIALS)
+    (tmp_path / "one.txt").write_text(content)
+    (tmp_path / "two.txt").write_text(content)
+    one, two = (text.WordPiece(tmp_path / f"{n}.txt") for n in ("one", "two"))
+    assert one.fingerprint == two.fingerprint
+    assert len({one.fingerprint, tiny.fingerprint, text.ByteTokenizer.fingerprint}) == 3
+
+
+@pytest.mark.parametrize("content, said", [
+    (b"the\nof\nand\n", "lacks [CLS] [MASK] [PAD] [SEP] [UNK]"),
+    ("\n".join(SPECIALS[:4]).encode(), "lacks [MASK]"),
+    ("\n".join(SPECIALS + ("a", "a")).encode(), "7 tokens, 6 of them distinct"),
+    ("\n".join(SPECIALS + tuple(map(str, range(65532)))).encode(), "65537 tokens"),
+    (b"\xff\xfe\x00\x01", "decode"), (b"", "lacks"), (None, "No such file")])
+def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, said):
+    path = tmp_path / "vocab.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        text.make_tokenizer(str(path))
+    assert said in str(error.value) and str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_hubs_vocabulary_must_have_its_hash_and_a_path_need_not(tiny, monkeypatch):
+    import huggingface_hub
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name: tiny.name)
+    with pytest.raises(UserError, match=f"{tiny.fingerprint}.*{text.BERT_SHA256}"):
+        text.make_tokenizer("bert-base-uncased")
+    assert text.make_tokenizer(tiny.name).vocab_size == len(WORDS) + len(SPECIALS)
+
+
+# ----------------------------------------------------------------------------------- documents
+
+DOCUMENTS = ["one line", "two\nlines: naïve 中文 🙂", "  ".join("abc")]
+
+
+def test_a_blank_line_ends_a_document_and_a_newline_does_not(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeff\n\n one line\r\n \t\r\ntwo\nlines: naïve 中文 🙂\n\n\n\r\n"
+                     "a  b  c\n".encode())
+    assert list(text.read_documents(path)) == DOCUMENTS
+    path.write_text("no newline at the end")
+    assert list(text.read_documents([str(path)])) == ["no newline at the end"]
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    plain = "\n\n".join(DOCUMENTS).encode()
+    lines = "\n".join(json.dumps({"id": 1, "text": d}) for d in DOCUMENTS).encode() + b"\n\n"
+    half = len(plain) // 2
+    zip_ = zstandard.ZstdCompressor().compress
+    for name, content in {
+            "a.txt": plain, "a.jsonl": lines, "a.txt.gz": gzip.compress(plain),
+            "a.jsonl.gz": gzip.compress(lines[:9]) + gzip.compress(lines[9:]),  # two members
+            "a.txt.zst": zip_(plain[:half]) + zip_(plain[half:]),               # two frames
+            "a.jsonl.zst": zip_(lines)}.items():
+        (tmp_path / name).write_bytes(content)
+        assert list(text.read_documents(tmp_path / name)) == DOCUMENTS, name
+
+
+def test_a_directory_is_walked_in_sorted_order_and_other_files_left_alone(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/c.jsonl", "a/notes.md", "c.txt.bak", "picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) if "jsonl" in name else name)
+    assert list(text.read_documents(tmp_path)) == ["a/c.jsonl", "a/z.txt", "b.txt"]
+    given_order = [tmp_path / "b.txt", tmp_path / "a"]
+    assert list(text.read_documents(given_order)) == ["b.txt", "a/c.jsonl", "a/z.txt"]
+
+
+def test_documents_and_letters_across_the_reading_blocks_are_whole(tmp_path):
+    rng = np.random.default_rng(1)
+    documents = [f"{i} " + "é中🙂\n"[i % 3] * int(n) + "." for i, n in
+                 enumerate(rng.integers(1, 3000, 2500))]
+    (tmp_path / "a.txt").write_text("\n\n".join(documents), encoding="utf-8")
+    expected = [d for d in "\n\n".join(documents).split("\n\n") if d.strip()]
+    assert (tmp_path / "a.txt").stat().st_size > 4 << 20
+    assert list(text.read_documents(tmp_path / "a.txt")) == expected
+
+
+def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 \xff\xfe ok \xef\xbf\xbd")  # the last is a real one
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x\x80y"}\n{"text": "\\ud83d alone"}\n'
+                                       b'{"text": "\\ud83d\\ude42"}\n')
+    counts = Counter()
+    assert list(text.read_documents(tmp_path, counts)) == [
+        "caf\ufffd \ufffd\ufffd ok \ufffd", "x\ufffdy", "\ufffd alone", "🙂"]
+    assert counts["invalid_utf8"] == 5
+
+
+def test_an_endless_document_is_cut_between_words_and_counted(tmp_path):
+    words = [f"word{i}" for i in range(600_000)]
+    (tmp_path / "a.txt").write_text(" ".join(words))
+    counts = Counter()
+    documents = list(text.read_documents(tmp_path / "a.txt", counts))
+    assert " ".join(documents).split() == words
+    assert len(documents) == counts["cut_documents"] + 1 > 2
+    assert max(map(len, documents)) <= 2 * text.LONGEST
+    (tmp_path / "a.txt").write_text("x" * (3 << 20))  # no place to cut
+    assert sum(map(len, text.read_documents(tmp_path / "a.txt"))) == 3 << 20
+
+
+def test_reading_takes_no_more_memory_for_a_longer_file(tmp_path):
+    (tmp_path / "a.txt").write_text(("x" * 9_998 + "\n\n") * 4_000)
+    tracemalloc.start()
+    try:
+        assert sum(len(d) for d in text.read_documents(tmp_path / "a.txt")) == 4_000 * 9_998
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 << 20  # of 40 MB; a block is 1 MB, held a few times over
+
+
+@pytest.mark.parametrize("line", ['{"text": "cut', '{"body": "x"}', '{"text": 3}', '["text"]',
+                                  '{"text": null}', "plain"])
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + line + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:3 .*\"text\"") as error:
+        list(text.read_documents(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, content, said", [
+    ("a.txt", b"", "a.txt is empty"), ("a.pdf", b"%PDF", "holds no text"),
+    ("folder/a.md", b"x", "holds no text"), (None, b"", "does not exist"),
+    ("a.txt.gz", b"not gzip", "a.txt.gz"), ("a.txt.zst", b"not zstd", "a.txt.zst"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 999)[:40], "a.jsonl.gz")])
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, said):
+    path = tmp_path / (name or "nothing.txt")
+    if name:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=said) as error:
+        list(text.read_documents(path.parent if "/" in str(name) else path))
+    assert "\n" not in str(error.value)
+
+
+def test_zst_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "a.txt.zst").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UserError, match="pip install zstandard"):
+        list(text.read_documents(tmp_path))
+
+
+def test_the_embedded_corpus_is_english_prose_without_repeats_or_imports():
+    documents = list(text.read_documents("embedded"))
+    assert documents == list(text.read_documents(["embedded"]))
+    paragraphs = [p for d in documents for p in d.split("\n")]
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert len(documents) > 50 and sum(map(len, documents)) > 200_000
+    assert all(p[0].isupper() and p[-1] in ".!?:" and len(p.split()) >= 8 for p in paragraphs)
+    assert not any(">>>" in p or "`" in p for p in paragraphs)
+    letters = sum(c.isalpha() or c == " " for d in documents for c in d)
+    assert letters > 0.9 * sum(map(len, documents))
+    assert not {"antigravity", "this", "turtle"} & sys.modules.keys()  # reading imports nothing
+    assert any("generator" in p for p in paragraphs)                   # the language reference
+
+
+def test_code_and_markup_are_no_prose():
+    kept = list(text._prose(
+        "Return the sum of the two given numbers a and b.\n\n"
+        ">>> add(1, 2)  # An example of it is no prose at all.\n\n"
+        "    Indented lines are code or a table, whatever they say here.\n\n"
+        "* This item of a list\n  uses ``code`` and :class:`~a.B` in two lines::\n\n"
+        "x = y + z * (w - v) / {u: t} ** [s, r] == q.p().\n\nToo short.\n\n***************"))
+    assert kept == ["Return the sum of the two given numbers a and b.",
+                    "This item of a list uses code and a.B in two lines:"]
