@@ -1,14 +1,14 @@
 """The run folder and its files: written atomically, read without executing anything.
 
 Run:      not a script; pretrain.py, train.py and evaluate.py import it.
-Symbols:  runs/<name>/config.json          the configuration, commit, versions and hardware of the run
+Symbols:  runs/<name>/config.json          configuration, commit, versions and hardware of the run
           runs/<name>/metrics.jsonl        one JSON object a line: training steps and evaluations
           runs/<name>/adapter.safetensors  the trained adapter; its settings in the file's metadata
-          runs/<name>/last.pt              all that a resumed run needs: tensors and plain numbers only
+          runs/<name>/last.pt              all a resumed run needs: tensors and plain numbers only
 Differs from the paper: nothing.
 
-Every file is written beside its place, fsynced and renamed: after a crash there is the old one or the
-new one. No random state is saved, for the noise of a sample depends on its place alone (data.py).
+Every file is written beside its place, fsynced and renamed: after a crash there is the old one or
+the new one. No random state is saved: the noise of a sample depends on its place alone (data.py).
 """
 import json
 import shutil
@@ -34,16 +34,17 @@ def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
         now = json.loads(json.dumps(settings, default=str))
         changed = [k for k in now if k not in free and k in before and before[k] != now[k]]
         if changed:
-            raise common.UserError(f"--resume: {changed[0]} was {before[changed[0]]!r} in {folder} and is "
-                                   f"{now[changed[0]]!r} now; give the same settings or another --name")
+            raise common.UserError(
+                f"--resume: {changed[0]} was {before[changed[0]]!r} in {folder} and is "
+                f"{now[changed[0]]!r} now; give the same settings or another --name")
         return folder
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
                                    "--overwrite, or choose another --name")
         if not (folder / "config.json").is_file():
-            raise common.UserError(f"{folder} is not a run folder (no config.json), so --overwrite leaves "
-                                   "it alone; choose another --name")
+            raise common.UserError(f"{folder} is not a run folder (no config.json), so --overwrite "
+                                   "leaves it alone; choose another --name")
         shutil.rmtree(folder)
     common.write_json(folder / "config.json", {"config": settings, **env})
     return folder
@@ -56,7 +57,7 @@ def append_metrics(folder, **row):
 
 
 def read_metrics(folder, up_to_step=None):
-    """The rows of metrics.jsonl. With `up_to_step`, later rows and a torn last line are dropped for good."""
+    """The rows of metrics.jsonl. `up_to_step` drops later rows and a torn last line for good."""
     path, rows = Path(folder) / "metrics.jsonl", []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -77,7 +78,7 @@ def save_state(path, **state):
 
 
 def load_state(path, device="cpu"):
-    """What `save_state` wrote. Raises UserError where the file is missing, damaged or of another kind."""
+    """What `save_state` wrote. Raises UserError where the file is missing, damaged or another."""
     if not Path(path).is_file():
         raise common.UserError(f"{path}: no such checkpoint; start the run without --resume")
     try:
@@ -111,12 +112,14 @@ def load_adapter(path, config, device="cpu"):
         about = {k: json.loads(v) for k, v in metadata.items() if k != "kernel"}
         kernel, settings = metadata["kernel"], about.pop("settings")
     except Exception as error:  # safetensors has its own kinds
-        raise common.UserError(f"{path}: not an adapter ({type(error).__name__}: {error}); give a run "
-                               "folder of train.py or its adapter.safetensors") from None
+        raise common.UserError(f"{path}: not an adapter ({type(error).__name__}: {error}); give a "
+                               "run folder of train.py or its adapter.safetensors") from None
     adapter = make_adapter(kernel, config, **settings)
-    wrong = [k for k, v in adapter.state_dict().items() if k not in state or state[k].shape != v.shape]
-    if wrong or state.keys() - adapter.state_dict().keys():
+    expected = adapter.state_dict()
+    wrong = [k for k in expected if k not in state or state[k].shape != expected[k].shape]
+    if wrong or state.keys() - expected:
         raise common.UserError(f"{path}: this {kernel} adapter belongs to another backbone (see "
-                               f"{(wrong or sorted(state))[0]}); give --weights as it was trained with")
+                               f"{(wrong or sorted(state))[0]}); give the --weights it was "
+                               "trained with")
     adapter.load_state_dict(state)
     return adapter.to(device), about

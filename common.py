@@ -41,7 +41,7 @@ def log(*parts):
 
 
 def progress(iterable=None, total=None, desc="", **kwargs):
-    """A tqdm bar on rank 0 of a terminal; silent elsewhere, where scripts log a line per interval."""
+    """A tqdm bar on rank 0 of a terminal; elsewhere silent, and scripts log a line at times."""
     silent = rank_and_world()[0] != 0 or not sys.stderr.isatty()
     return tqdm.tqdm(iterable, total=total, desc=desc, disable=silent, dynamic_ncols=True, **kwargs)
 
@@ -69,7 +69,7 @@ def atomic_path(path):
 
 
 def plain(value):
-    """`value` as JSON can hold it: dataclasses as dicts, NaN and infinity as null, the rest by str."""
+    """`value` as JSON holds it: dataclasses as dicts, NaN and infinity as null, the rest by str."""
     if dataclasses.is_dataclass(value):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def write_json(path, data):
 
 
 def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
-    """Linear warm-up over `warmup` steps, then cosine decay to min_ratio * peak (Table 6); step from 0."""
+    """Linear warm-up over `warmup` steps, then cosine to min_ratio * peak (Table 6)."""
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

@@ -1,11 +1,12 @@
-"""Scoring a denoiser on held-out text: CART, ELBO, cross-entropy by t, beside trivial guesses (4.4, C.3).
+"""Scoring a denoiser on held-out text: CART, ELBO, cross-entropy by t, trivial guesses (4.4, C.3).
 
 Run:      python evaluate.py          (the shipped adapters on the embedded held-out text, 1 minute)
 Last line: "wrote runs/evaluate/result.json"
 
-Every row of a table sees the same windows, the same t and the same masks, so that two rows differ by the
-predictor alone. Each window is drawn twice: masked with probability t, t stratified over (0, 1), for the
-CART loss and the cross-entropy by t; and with exactly k of its tokens masked, k stratified over 1..M, for
+Every row of a table sees the same windows, the same t and the same masks, so that two rows differ
+by the predictor alone. Each window is drawn twice: masked with probability t, t stratified over
+(0, 1), for the CART loss and the cross-entropy by t; and with exactly k of its tokens masked, k
+stratified over 1..M, for
 
     -log p(x_0) <= E_k [ M / k  sum over masked i of -log p(x_0,i | x_t, t = k / M) ]        (nats)
 
@@ -13,8 +14,8 @@ which is eq. 13's bound with w = 1/t in its any-order form: k is exact, so it ha
 
 Symbols:  t       what the adapter is told: the masking probability, or k / M
           w       CART weight, eq. 22              M      maskable tokens of a window
-          gap     ELBO when each sequence is told another one's t, minus the ELBO: what knowing t is worth
-Differs from the paper: it reports the CART loss alone. A uniform guess scores about ln(v) / 3 there.
+          gap     ELBO with another sequence's t, minus ELBO with its own: what knowing t is worth
+Differs from the paper: it reports the CART loss alone. A uniform guess scores ln(v) / 3 there.
 """
 import dataclasses
 import math
@@ -28,7 +29,8 @@ import common
 from cart import (cart_weights, corrupt, corrupt_exactly, masked_cross_entropy, unigram_log_probs,
                   uniform_nats)
 from checkpoint import load_adapter
-from data import Windows, load_corpus, make_tokenizer, maskable_tokens, named_sources, noise_generator
+from data import (Windows, load_corpus, make_tokenizer, maskable_tokens, named_sources,
+                  noise_generator)
 from hydra_ssm import load_backbone
 
 BINS = 10  # of t, for the cross-entropy per masked token
@@ -55,8 +57,9 @@ def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
     maskable = maskable_tokens(x0, tokenizer)
     x0, maskable = x0[maskable.any(-1)], maskable[maskable.any(-1)]
     n, M, noise = len(x0), maskable.sum(-1), noise_generator(seed, n_windows)
-    strata = [(torch.randperm(n, generator=noise) + torch.rand(n, generator=noise)) / n for _ in "tk"]
-    t, k = strata[0], (1 + (strata[1] * M).long()).clamp(max=M)                        # n
+    t, u = ((torch.randperm(n, generator=noise) + torch.rand(n, generator=noise)) / n
+            for _ in range(2))                                                         # n
+    k = (1 + (u * M).long()).clamp(max=M)                                              # n
     x_t, masked = corrupt(x0, t, tokenizer.mask_id, maskable, noise)
     x_k, masked_k = corrupt_exactly(x0, k, tokenizer.mask_id, maskable, noise)
     x0, masked = x0.repeat(2, 1), torch.cat([masked, masked_k])
@@ -77,7 +80,8 @@ def sequence_losses(model, adapter, draws, batch=32, t=None, modulate="full"):
     t = draws.t if t is None else t
     losses = torch.zeros(len(draws.t), 2, dtype=torch.float64)
     for rows in torch.arange(rank, len(draws.t), world).split(batch):
-        x0, x_t, masked, w = (v[rows].to(device) for v in (draws.x0, draws.x_t, draws.masked, draws.w))
+        x0, x_t, masked, w = (getattr(draws, name)[rows].to(device)
+                              for name in ("x0", "x_t", "masked", "w"))                # b l
         modulation = None if adapter is None else adapter(t[rows].to(device)).keep(modulate)
         pads = x0 != draws.pad_id
         hidden = model.hidden(x_t, modulation, None if pads.all() else pads)           # b l d
@@ -98,7 +102,7 @@ def table_losses(log_probs, draws):
 
 
 def metrics(losses, draws):
-    """CART under each reduction, ELBO, and cross-entropy per masked token by t, from per-row losses."""
+    """CART under each reduction, ELBO, and cross-entropy per masked token by t, of row losses."""
     n = len(draws.t) // 2
     ce, weighted = losses[:n].unbind(-1)
     masked, w_sum = draws.masked[:n].sum(-1).double(), draws.w[:n].double().sum(-1)
@@ -123,11 +127,12 @@ def elbo_terms(losses, draws):
 def shuffled(t, seed=42):
     """Each sequence gets another one's t: within each half of the draws the values are permuted."""
     halves = t.split(len(t) // 2)
-    return torch.cat([h[torch.randperm(len(h), generator=noise_generator(seed, -1))] for h in halves])
+    return torch.cat([half[torch.randperm(len(half), generator=noise_generator(seed, -1))]
+                      for half in halves])
 
 
 def score_adapter(model, adapter, draws, modulate="full", seed=42):
-    """Metrics of an adapter, and what knowing t is worth to it: "gap" +- "gap_error" (nats per token).
+    """Metrics of an adapter, and what knowing t is worth to it: "gap" +- "gap_error", nats a token.
 
     gap_error is 1.96 standard errors of the paired difference over windows.
     """
@@ -162,7 +167,7 @@ def format_table(rows):
 
 @torch.no_grad()
 def infill(model, adapter, ids, tokenizer, steps=16):
-    """Fill the [MASK]s of ids (l,), the most certain first, in `steps` passes; t is the masked share."""
+    """Fill the [MASK]s of ids (l,), the surest first, in `steps` passes; t is the masked share."""
     ids, special = ids.clone(), list(tokenizer.special_ids)
     maskable = maskable_tokens(ids, tokenizer).sum()
     for step in range(steps, 0, -1):
@@ -182,7 +187,7 @@ def infill(model, adapter, ids, tokenizer, steps=16):
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Score adapters on held-out text."""
-    adapter: tuple[str, ...] = ()                # run folders or adapter files; default: the shipped ones
+    adapter: tuple[str, ...] = ()                # run folders or files; default: the shipped ones
     data: tuple[str, ...] = ("embedded",)        # NAME=PATH[,PATH...]; "embedded": its held-out 5 %
     weights: str = "small"                       # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"                         # "bytes", "bert-base-uncased" or a vocab.txt
@@ -209,7 +214,8 @@ def main(cfg):
             rows[label] = score_adapter(model, adapter, draws)
             rows[f"{label}, shuffled t"] = rows[label].pop("shuffled_t")
         result[name] = rows
-        common.log(f"\n{name}: {len(draws.t) // 2} windows of {cfg.seqlen}\n\n{format_table(rows)}\n")
+        common.log(f"\n{name}: {len(draws.t) // 2} windows of {cfg.seqlen}\n\n"
+                   f"{format_table(rows)}\n")
     out = common.ROOT / "runs" / "evaluate" / "result.json"
     common.write_json(out, {"metrics": result, "config": cfg})
     if cfg.publish:

@@ -1,14 +1,14 @@
-"""Masked-language-model pretraining of a small Hydra-BERT: how the shipped backbone was made (paper 3.1).
+"""Masked-language-model pretraining of a small Hydra-BERT: how the shipped backbone was made (3.1).
 
-Run:      python pretrain.py          (a tiny model on the embedded corpus, 2 minutes)
-Last line: "held-out nats per masked byte: model N.NN, trigram N.NN; weights: runs/.../backbone.safetensors"
-          The shipped backbone: `python pretrain.py --preset small --text ... --valid NAME=PATH,... --publish`
+Run:      python pretrain.py          (a tiny model on the embedded corpus, 1 minute)
+          python pretrain.py --preset small --text ... --valid NAME=PATH,... --publish
+Last line: "held-out: N.NN nats per masked byte (trigram N.NN); weights: runs/..."
 
 Symbols:  mask_rate   share of the bytes that become [MASK]; 0.3 as for the released backbone
           trigram     p(x_i | x_{i-1}, x_{i+1}) counted on the training text, the yardstick
-Differs from the paper: the released Hydra-BERT has 112 M parameters, WordPiece tokens, and was pretrained on
-          C4 at length 128 (some masked tokens kept or replaced, as BERT does). Here 1 M parameters read
-          bytes at length 256, and every masked byte becomes [MASK], as in the diffusion to come.
+Differs from the paper: the released Hydra-BERT has 112 M parameters and WordPiece tokens, and was
+          pretrained on C4 at length 128. Here 1 M parameters read bytes at length 256, and every
+          masked byte becomes [MASK], as in the diffusion to come.
 """
 import dataclasses
 import time
@@ -60,27 +60,29 @@ def trigram_nats(ids, x0, masked, vocab_size):
     """Cross-entropy (nats per masked byte) of p(x_i | x_{i-1}, x_{i+1}) counted on `ids`.
 
     It sees the true neighbours, also where the model sees a [MASK]. Counts c(l, x, r) are smoothed
-    towards the mean of p(x | l) and p(x | r) by (c + k q) / (c(l, r) + k), and k is the best of seven on
-    the scored text itself: every choice favours the trigram.
+    towards q, the mean of p(x | l) and p(x | r), by (c + k q) / (c(l, r) + k), and k is the best of
+    seven on the scored text itself: every choice favours the trigram.
     """
     v, ids = vocab_size, np.asarray(ids).astype(np.int64)
-    counts = np.bincount((ids[:-2] * v + ids[1:-1]) * v + ids[2:], minlength=v ** 3).reshape(v, v, v)
+    triples = (ids[:-2] * v + ids[1:-1]) * v + ids[2:]
+    counts = np.bincount(triples, minlength=v ** 3).reshape(v, v, v)       # (l, x, r)
     x = np.pad(x0.numpy(), ((0, 0), (1, 1)), constant_values=ByteTokenizer.pad_id)
     i, j = masked.numpy().nonzero()
     left, true, right = x[i, j], x[i, j + 1], x[i, j + 2]
-    after = counts.sum(2) + 0.5                                            # (l, x)
-    before = counts.sum(0) + 0.5                                           # (x, r)
-    q = 0.5 * (after[left, true] / after[left].sum(-1) + before[true, right] / before[:, right].sum(0))
+    after, before = counts.sum(2) + 0.5, counts.sum(0) + 0.5               # (l, x), (x, r)
+    q = after[left, true] / after[left].sum(-1) + before[true, right] / before[:, right].sum(0)
     seen, total = counts[left, true, right], counts.sum(1)[left, right]
-    return min(float(-np.log((seen + k * q) / (total + k)).mean()) for k in (.3, 1, 3, 10, 30, 100, 300))
+    return min(float(-np.log((seen + k * q / 2) / (total + k)).mean())
+               for k in (0.3, 1, 3, 10, 30, 100, 300))
 
 
 def held_out(windows, n, mask_rate, tokenizer, seed):
-    """(x0, x_t, masked), n l each: evenly spaced windows of a corpus under masks that never change."""
+    """(x0, x_t, masked), n l each: evenly spaced windows under masks that never change."""
     at = np.linspace(0, len(windows) - 1, min(n, len(windows))).round().astype(int)
     x0 = torch.from_numpy(np.stack([windows[i] for i in at]))              # n l
     t = torch.full((len(x0),), mask_rate)
-    return x0, *corrupt(x0, t, tokenizer.mask_id, maskable_tokens(x0, tokenizer), noise_generator(seed, 0))
+    maskable = maskable_tokens(x0, tokenizer)
+    return x0, *corrupt(x0, t, tokenizer.mask_id, maskable, noise_generator(seed, 0))
 
 
 @torch.no_grad()
@@ -108,15 +110,16 @@ def main(cfg):
         windows = Windows(load_corpus(paths, tokenizer, split), cfg.seqlen, tokenizer.pad_id)
         sets[name] = held_out(windows, cfg.eval_windows, cfg.mask_rate, tokenizer, cfg.seed)
     windows = Windows(corpus, cfg.seqlen, tokenizer.pad_id)
-    dataset = DiffusionDataset(windows, tokenizer, cfg.batch, cfg.steps, cfg.seed, t_min=cfg.mask_rate,
-                               t_max=cfg.mask_rate)
+    dataset = DiffusionDataset(windows, tokenizer, cfg.batch, cfg.steps, cfg.seed,
+                               t_min=cfg.mask_rate, t_max=cfg.mask_rate)
     common.log(f"{corpus.n_docs:,} documents, {corpus.n_bytes:,} bytes; "
                f"{cfg.steps * cfg.batch * cfg.seqlen / len(corpus.ids):.2f} epochs")
 
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": cfg.weight_decay},
-                                   {"params": vectors, "weight_decay": 0.0}], lr=cfg.lr, betas=(0.9, 0.98))
+                                   {"params": vectors, "weight_decay": 0.0}],
+                                  lr=cfg.lr, betas=(0.9, 0.98))
     start = 0
     if cfg.resume:
         state = load_state(folder / "last.pt")
@@ -133,13 +136,16 @@ def main(cfg):
     began, mean_loss = time.time(), None
     for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
         for group in optimizer.param_groups:
-            group["lr"] = common.learning_rate(step, cfg.steps, max(1, cfg.steps // 20), cfg.lr, 0.02)
+            group["lr"] = common.learning_rate(step, cfg.steps, max(1, cfg.steps // 20), cfg.lr,
+                                               0.02)
         with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
             hidden = model.hidden(item["x_t"], None, item["x0"] != tokenizer.pad_id)
-            ce = masked_cross_entropy(hidden[item["masked"]], item["x0"][item["masked"]], model.head)
+            masked, x0 = item["masked"], item["x0"]
+            ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
         loss = ce.mean()
         if not torch.isfinite(loss):
-            raise common.UserError(f"loss is {loss.item()} at step {step}; lower --lr, then --resume")
+            raise common.UserError(f"step {step + 1}: the loss is {loss.item()}; lower --lr and "
+                                   "start again")
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -152,32 +158,36 @@ def main(cfg):
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             save_state(folder / "last.pt", step=step + 1, model=model.state_dict(),
                        optimizer=optimizer.state_dict())
-            few = {k: model_nats(model, *(v[:64] for v in s), tokenizer.pad_id) for k, s in sets.items()}
+            few = {name: model_nats(model, *(v[:64] for v in drawn), tokenizer.pad_id)
+                   for name, drawn in sets.items()}
             append_metrics(folder, step=step + 1, valid=few)
             common.log("  held out: " + "  ".join(f"{k} {v:.4f}" for k, v in few.items()))
 
-    result = {"train_bytes": corpus.n_bytes, "parameters": sum(p.numel() for p in model.parameters()),
-              "seconds": time.time() - began, "uniform": uniform_nats(256), "held_out": {}}
+    result = {"train_bytes": corpus.n_bytes, "seconds": time.time() - began,
+              "parameters": sum(p.numel() for p in model.parameters()),
+              "uniform": uniform_nats(256), "held_out": {}}
     for name, (x0, x_t, masked) in sets.items():
         result["held_out"][name] = {
-            "model": model_nats(model, x0, x_t, masked, tokenizer.pad_id), "masked": int(masked.sum()),
-            "trigram": trigram_nats(corpus.ids, x0, masked, tokenizer.vocab_size)}
+            "model": model_nats(model, x0, x_t, masked, tokenizer.pad_id),
+            "trigram": trigram_nats(corpus.ids, x0, masked, tokenizer.vocab_size),
+            "masked": int(masked.sum())}
     common.write_json(folder / "result.json", result)
     save_backbone(folder / "backbone.safetensors", model)
     if cfg.publish:
         save_backbone(SMALL, model)
         common.publish("pretrain", cfg.preset, result, cfg)
     for name, row in result["held_out"].items():
-        common.log(f"{name}: held-out nats per masked byte: model {row['model']:.3f}, trigram with both true "
-                   f"neighbours {row['trigram']:.3f}; weights: {folder / 'backbone.safetensors'}")
+        common.log(f"{name}: {row['model']:.3f} nats per masked byte (trigram "
+                   f"{row['trigram']:.3f}); weights: runs/{cfg.name}/backbone.safetensors")
     return result
 
 
 def save_backbone(path, model):
     """The weights in float32, readable by `load_backbone`."""
     from safetensors.torch import save_file
+    state = {k: v.detach().float().contiguous() for k, v in model.state_dict().items()}
     with common.atomic_path(path) as temporary:
-        save_file({k: v.detach().float().contiguous() for k, v in model.state_dict().items()}, temporary)
+        save_file(state, temporary)
 
 
 if __name__ == "__main__":
