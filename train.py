@@ -40,9 +40,9 @@ from text import find_files
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override both."""
+    """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override either."""
     kernel: str = "chebyshev"       # hypernet chebyshev dct, or a baseline: inject adaln lora
-    preset: str = "demo"            # "demo" or "paper"
+    preset: str = "demo"            # "demo", "paper", or "shipped": the adapters in assets/
     name: str = ""                  # run folder under runs/; default <preset>_<kernel>
     weights: str = "small"          # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"            # "bytes", "bert-base-uncased" or the path of a vocab.txt
@@ -77,16 +77,17 @@ class Config:
     save_every: int = 100           # steps between checkpoints
     resume: bool = False            # continue the run folder
     overwrite: bool = False         # replace it
+    publish: bool = False           # write results/train/; with --preset shipped, assets/, figures/
     seed: int = 42
 
 
-PRESETS = {"demo": {}, "paper": dict(
+PRESETS = {"demo": {}, "shipped": dict(seqlen=256, steps=800, eval_windows=128), "paper": dict(
     weights="goombalab/hydra", vocab="bert-base-uncased", data=(), device="cuda", seqlen=4096,
     global_batch=112, micro_batch=4, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
     checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240)}
 ADAPTER_SETTINGS = ("n_shifts", "mlp_dim", "init", "mlp_norm", "bounded_shifts", "lora_rank")
-FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "save_every",
-        "checkpointing", "weights", "vocab", "data", "valid")  # a resumed run may change these
+FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "publish",
+        "save_every", "checkpointing", "weights", "vocab", "data", "valid")  # resumed: may change
 
 
 class Denoiser(torch.nn.Module):
@@ -290,7 +291,7 @@ def run(cfg, device, rank, world):
         open_run(folder, cfg, env, cfg.resume, cfg.overwrite, FREE)
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=cfg.lr, betas=(0.9, 0.999),
                                   weight_decay=cfg.weight_decay, fused=True)
-    start, rows = 0, []
+    start, rows, spread_at_start = 0, [], modulation_spread(adapter)
     if cfg.resume:
         state = load_state(folder / "last.pt", device)
         adapter.load_state_dict(state["adapter"])
@@ -364,12 +365,20 @@ def run(cfg, device, rank, world):
     passage = torch.from_numpy(held_out[len(held_out) // 2])
     show_infilling(backbone, {"frozen": None, cfg.kernel: adapter}, passage, tokenizer, cfg.seed)
     result = {"step": done, "tokens": done * cfg.global_batch * cfg.seqlen,
-              "seconds": time.time() - began, "rows": rows_after}
+              "seconds": time.time() - began, "rows": rows_after,
+              "spread": {"start": spread_at_start, "end": rows[-1]["spread"] if rows else None}}
     if rank == 0:
         save_adapter(folder / "adapter.safetensors", adapter, step=done, weights=cfg.weights,
                      vocab=tokenizer.fingerprint, modulate=cfg.modulate)
         draw_run(folder / "loss.png", rows, references, cfg.kernel)
         common.write_json(folder / "result.json", result)
+        if cfg.publish:
+            common.publish("train", cfg.name, result, cfg)
+        if cfg.publish and cfg.preset == "shipped":
+            save_adapter(common.ROOT / "assets" / f"adapter_{cfg.kernel}.safetensors", adapter,
+                         torch.float16, step=done, vocab=tokenizer.fingerprint)
+            draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, references,
+                     cfg.kernel)
     frozen, path = references["frozen"], folder.relative_to(common.ROOT)
     common.log(f"\n{cfg.kernel}: CART {frozen['cart']:.3f} -> {scores['cart']:.3f}, ELBO "
                f"{frozen['elbo']:.3f} -> {scores['elbo']:.3f} nats/token; knowing t is worth "

@@ -1,0 +1,213 @@
+"""The run folder: atomic files, torn lines, adapters of other backbones, nothing executed."""
+import dataclasses
+import json
+import os
+import pickle
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+import common
+from checkpoint import (append_metrics, load_adapter, load_state, open_run, read_metrics,
+                        save_adapter, save_state)
+from mark_adapters import make_adapter
+
+KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    lr: float = 0.1
+    data: tuple = ("a", "b")
+    name: str = "run"
+    resume: bool = False
+
+
+class Plants:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"echo run > {self.path}",))
+
+
+# ------------------------------------------------------------------------------------- adapters
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_adapter_comes_back_bit_for_bit_with_its_settings(tmp_path, kernel):
+    settings = {"mlp_dim": 16, "n_shifts": 2, "init": "default", "mlp_norm": False, "lora_rank": 3,
+                "bounded_shifts": kernel != "hypernet"}
+    adapter = tiny.awake(make_adapter(kernel, tiny.CONFIG, **settings))
+    save_adapter(tmp_path / "adapter.safetensors", adapter, step=7, weights="small", modulate="A")
+    t = torch.tensor([0.0, 0.3, 1.0])
+    for path in (tmp_path, tmp_path / "adapter.safetensors", str(tmp_path)):
+        loaded, about = load_adapter(path, tiny.CONFIG)
+        assert (loaded.kernel, loaded.settings) == (kernel, settings)
+        assert about == {"step": 7, "weights": "small", "modulate": "A"}
+        expected = adapter.state_dict()
+        assert loaded.state_dict().keys() == expected.keys()
+        assert all(torch.equal(v, expected[k]) for k, v in loaded.state_dict().items())
+        for name, value in vars(adapter(t)).items():
+            got = getattr(loaded(t), name)
+            for a, b in zip(got, value) if name == "lora" and value else [(got, value)]:
+                assert a is b is None or torch.equal(a, b), name
+
+
+def test_float16_halves_the_file_and_keeps_eleven_bits(tmp_path):
+    adapter = tiny.awake(make_adapter("chebyshev", tiny.CONFIG, mlp_dim=16))
+    save_adapter(tmp_path / "32.safetensors", adapter)
+    save_adapter(tmp_path / "16.safetensors", adapter, torch.float16)
+    assert {v.dtype for v in load_file(tmp_path / "16.safetensors").values()} == {torch.float16}
+    sizes = [(tmp_path / f"{bits}.safetensors").stat().st_size for bits in (16, 32)]
+    assert sizes[0] < 0.6 * sizes[1]
+    loaded = load_adapter(tmp_path / "16.safetensors", tiny.CONFIG)[0]
+    for key, value in loaded.state_dict().items():
+        assert value.dtype == torch.float32
+        # Half a unit in the last of 11 bits, or of the smallest subnormal, 2^-24.
+        torch.testing.assert_close(value, adapter.state_dict()[key], rtol=2**-11, atol=2**-25)
+
+
+@pytest.mark.parametrize("kernel, sizes", [
+    ("hypernet", {"n_layer": 3}), ("hypernet", {"d_state": 16}), ("chebyshev", {"headdim": 32}),
+    ("adaln", {"n_layer": 1}), ("adaln", {"d_model": 64}), ("lora", {"d_model": 64})])
+def test_an_adapter_of_another_backbone_is_refused(tmp_path, kernel, sizes):
+    save_adapter(tmp_path / "a.safetensors", make_adapter(kernel, tiny.CONFIG, mlp_dim=16))
+    with pytest.raises(common.UserError, match=f"{kernel} adapter belongs to another backbone"):
+        load_adapter(tmp_path / "a.safetensors", dataclasses.replace(tiny.CONFIG, **sizes))
+
+
+def test_what_is_no_adapter_is_refused_by_name(tmp_path):
+    (tmp_path / "garbage.safetensors").write_bytes(b"\0\1garbage" * 99)
+    save_file({"x": torch.ones(2)}, tmp_path / "plain.safetensors")
+    (tmp_path / "empty").mkdir()
+    good = tmp_path / "good.safetensors"
+    save_adapter(good, make_adapter("dct", tiny.CONFIG, mlp_dim=16))
+    (tmp_path / "cut.safetensors").write_bytes(good.read_bytes()[:-100])
+    for name in ("garbage.safetensors", "plain.safetensors", "empty", "cut.safetensors", "absent"):
+        with pytest.raises(common.UserError, match=name) as error:
+            load_adapter(tmp_path / name, tiny.CONFIG)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"kernel": "fourier"}, {"settings": '{"colour": 1}'},
+                                    {"settings": "[1"}])
+def test_an_adapter_of_a_later_version_is_refused_in_one_line(tmp_path, change):
+    adapter = make_adapter("dct", tiny.CONFIG, mlp_dim=16)
+    about = {"kernel": "dct", "settings": json.dumps(adapter.settings), **change}
+    save_file(dict(adapter.state_dict()), tmp_path / "a.safetensors", about)
+    with pytest.raises(common.UserError):
+        load_adapter(tmp_path / "a.safetensors", tiny.CONFIG)
+
+
+# ------------------------------------------------------------------------------------- last.pt
+
+def test_a_state_comes_back_bit_for_bit(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    save_state(tmp_path / "last.pt", step=5, model=model.state_dict(),
+               optimizer=optimizer.state_dict())
+    state = load_state(tmp_path / "last.pt")
+    assert state["step"] == 5
+    assert all(torch.equal(v, state["model"][k]) for k, v in model.state_dict().items())
+    moments = optimizer.state_dict()["state"][0]
+    assert all(torch.equal(moments[k], v) for k, v in state["optimizer"]["state"][0].items())
+
+
+def test_a_planted_pickle_is_refused_and_not_executed(tmp_path):
+    planted = tmp_path / "planted"
+    torch.save({"step": 1, "adapter": Plants(planted)}, tmp_path / "zip.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Plants(planted), 2))
+    torch.save({"step": Plants(planted)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("zip.pt", "plain.pt", "old.pt"):
+        with pytest.raises(common.UserError, match=name):
+            load_state(tmp_path / name)
+    assert not planted.exists()
+    torch.load(tmp_path / "zip.pt", weights_only=False)  # the bait works
+    assert planted.exists()
+
+
+def test_a_missing_or_damaged_state_is_one_line(tmp_path):
+    save_state(tmp_path / "last.pt", step=1, x=torch.ones(1000))
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:2000])
+    (tmp_path / "empty.pt").write_bytes(b"")
+    for name in ("cut.pt", "empty.pt", "absent.pt"):
+        with pytest.raises(common.UserError, match=name) as error:
+            load_state(tmp_path / name)
+        assert "\n" not in str(error.value) and "--overwrite" in str(error.value)
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_a_crash_before_the_rename_leaves_the_old_file(tmp_path, monkeypatch, call):
+    adapter = make_adapter("dct", tiny.CONFIG, mlp_dim=16)
+    files = {"last.pt": lambda path, n: save_state(path, step=n),
+             "adapter.safetensors": lambda path, n: save_adapter(path, adapter, step=n),
+             "result.json": lambda path, n: common.write_json(path, {"n": n})}
+    for name, write in files.items():
+        write(tmp_path / name, 1)
+    before = {name: (tmp_path / name).read_bytes() for name in files}
+
+    def crash(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, call, crash)
+    for name, write in files.items():
+        with pytest.raises(OSError, match="no space"):
+            write(tmp_path / name, 2)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before  # no temporary file left
+
+
+# -------------------------------------------------------------------------------- metrics, folder
+
+def test_metrics_survive_a_torn_last_line_and_forget_later_steps(tmp_path):
+    for step in range(1, 6):
+        append_metrics(tmp_path, step=step, loss=1 / step, rate=float("nan"))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    rows = read_metrics(tmp_path, up_to_step=3)
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[2]["loss"] == 1 / 3
+    append_metrics(tmp_path, step=4, loss=0.5)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert json.loads(lines[0])["rate"] is None
+    assert read_metrics(tmp_path / "none") == []
+
+
+def test_a_run_folder_is_made_refused_resumed_or_replaced(tmp_path):
+    folder, cfg, env = tmp_path / "runs" / "run", Settings(), {"commit": "abc"}
+    with pytest.raises(common.UserError, match="--resume"):
+        open_run(folder, cfg, env, resume=True)
+    assert not folder.exists()
+    open_run(folder, cfg, env)
+    assert json.loads((folder / "config.json").read_text()) == {
+        "config": {"lr": 0.1, "data": ["a", "b"], "name": "run", "resume": False}, "commit": "abc"}
+    with pytest.raises(common.UserError, match="--overwrite"):
+        open_run(folder, cfg, env)
+    again = dataclasses.replace(cfg, resume=True)
+    open_run(folder, again, env, resume=True, free=("resume",))
+    assert json.loads((folder / "config.json").read_text())["config"]["resume"] is False
+    for change in ({"lr": 0.2}, {"data": ("a",)}):
+        with pytest.raises(common.UserError, match=next(iter(change))):
+            open_run(folder, dataclasses.replace(again, **change), env, True, free=("resume",))
+    open_run(folder, dataclasses.replace(again, lr=0.2), env, True, free=("resume", "lr"))
+    (folder / "old.txt").write_text("")
+    open_run(folder, dataclasses.replace(cfg, lr=0.3), env, overwrite=True)
+    assert [p.name for p in folder.iterdir()] == ["config.json"]
+    assert json.loads((folder / "config.json").read_text())["config"]["lr"] == 0.3
+
+
+def test_an_empty_folder_is_used_and_a_strange_one_left_alone(tmp_path):
+    (tmp_path / "empty").mkdir()
+    open_run(tmp_path / "empty", Settings(), {})
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "thesis.txt").write_text("")
+    for overwrite in (False, True):
+        with pytest.raises(common.UserError, match="strange"):
+            open_run(tmp_path / "strange", Settings(), {}, overwrite=overwrite)
+    assert [p.name for p in (tmp_path / "strange").iterdir()] == ["thesis.txt"]

@@ -1,0 +1,359 @@
+"""Scores against enumeration: the ELBO of an exact model, every metric by loops, the controls."""
+import dataclasses
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from tiny import command, make_denoiser, write_inputs
+
+import evaluate
+from checkpoint import save_adapter
+from data import ByteTokenizer, Corpus, load_corpus
+from mark_adapters import make_adapter
+
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def denoiser(work):
+    return make_denoiser(work)
+
+
+@pytest.fixture(scope="module")
+def draws(work):
+    """9 windows of 40, of which the last is padded."""
+    corpus = load_corpus(work / "text.txt", TOKENIZER)
+    draws = evaluate.make_draws(corpus, TOKENIZER, 40, 9)
+    assert (draws.x0 == TOKENIZER.pad_id).any() and (draws.x0 == TOKENIZER.sep_id).any()
+    return draws
+
+
+def take(draws, rows):
+    """The draws of some windows, in their order."""
+    n = len(draws.t) // 2
+    rows = torch.cat([torch.as_tensor(rows), torch.as_tensor(rows) + n])
+    return dataclasses.replace(draws, **{f.name: getattr(draws, f.name)[rows]
+                                         for f in dataclasses.fields(draws)
+                                         if isinstance(getattr(draws, f.name), torch.Tensor)})
+
+
+# ------------------------------------------------------------------------ the ELBO, by enumeration
+
+L, V, MASK = 3, 3, 3
+
+
+class Exact:
+    """The conditionals p(x_i | x_visible) of a given joint p over three tokens of three values."""
+
+    def __init__(self, joint):
+        self.joint, self.word_embeddings = joint, SimpleNamespace(weight=torch.zeros(1))
+
+    def hidden(self, x_t, modulation=None, attention_mask=None):
+        """log p(x_i = . | the tokens of x_t that are not masked), b l v."""
+        out = torch.zeros(*x_t.shape, V, dtype=torch.float64)
+        for b, row in enumerate(x_t.tolist()):
+            for i in range(L):
+                for x in range(V):
+                    out[b, i, x] = sum(
+                        p for values, p in np.ndenumerate(self.joint)
+                        if values[i] == x and all(r in (MASK, v) for r, v in zip(row, values)))
+        return (out / out.sum(-1, keepdim=True)).log()
+
+    def head(self, hidden):
+        return hidden
+
+
+def every_mask(x0):
+    """Draws of one sequence under every count k and subset, each k with the same share."""
+    rows = []
+    for k in range(1, L + 1):
+        subsets = list(itertools.combinations(range(L), k))
+        rows += [[i in s for i in range(L)] for s in subsets] * (3 // len(subsets))
+    masked = torch.tensor(rows).repeat(2, 1)
+    x0 = torch.tensor(x0).expand(len(masked), -1)
+    k = masked.sum(-1)
+    return evaluate.Draws(x0, x0.masked_fill(masked, MASK), masked, masked.double(), k / L,
+                          torch.full_like(k, L), pad_id=99, tokens_per_byte=1.0)
+
+
+def test_the_elbo_of_an_exact_model_is_its_log_likelihood():
+    """Any order of exact conditionals telescopes to -log p(x_0): the bound is tight, to 1e-12."""
+    joint = np.random.default_rng(0).dirichlet(np.ones(V ** L) * 0.5).reshape((V,) * L)
+    model = Exact(joint)
+    for x0 in [(0, 1, 2), (2, 2, 0), (1, 0, 1)]:
+        draws = every_mask(x0)
+        losses = evaluate.sequence_losses(model, None, draws)
+        assert evaluate.elbo_terms(losses, draws).mean().item() == pytest.approx(
+            -math.log(joint[x0]), abs=1e-12)
+        assert evaluate.metrics(losses, draws)["elbo"] * L == pytest.approx(
+            -math.log(joint[x0]), abs=1e-12)
+
+
+def test_the_elbo_of_any_model_is_the_mean_over_all_orders():
+    """Conditionals that fit no joint: against the sum over all 3! orders, written out."""
+    rng = np.random.default_rng(1)
+
+    class Inconsistent(Exact):
+        def hidden(self, x_t, modulation=None, attention_mask=None):
+            return torch.stack([table[tuple(row)] for row in x_t.tolist()])
+
+    table = {row: torch.from_numpy(rng.dirichlet(np.ones(V), L)).log()
+             for row in itertools.product(range(V + 1), repeat=L)}
+    x0, total = (2, 0, 1), 0.0
+    for order in itertools.permutations(range(L)):
+        row = [MASK] * L
+        for i in order:
+            total -= table[tuple(row)][i, x0[i]].item() / math.factorial(L)
+            row[i] = x0[i]
+    draws = every_mask(x0)
+    losses = evaluate.sequence_losses(Inconsistent(None), None, draws)
+    assert evaluate.elbo_terms(losses, draws).mean().item() == pytest.approx(total, abs=1e-12)
+
+
+# ---------------------------------------------------------------------------- metrics and draws
+
+def test_every_metric_is_the_loop_that_its_name_says(draws, denoiser):
+    losses = evaluate.sequence_losses(denoiser.backbone, denoiser.adapter, draws)
+    got = evaluate.metrics(losses, draws)
+    n = len(draws.t) // 2
+    weighted = w_sum = masked = elbo = tokens = 0.0
+    bins = [[0.0, 0] for _ in range(evaluate.BINS)]
+    with torch.no_grad():
+        for row in range(2 * n):
+            x0, real = draws.x0[row], draws.x0[row] != TOKENIZER.pad_id
+            modulation = denoiser.adapter(draws.t[row][None])
+            logits = denoiser.backbone(draws.x_t[row][real][None], modulation)[0]  # unpadded
+            ce = -logits.log_softmax(-1).double()[torch.arange(len(logits)), x0[real]]
+            holes = [i for i in range(len(ce)) if draws.x_t[row, i] == TOKENIZER.mask_id]
+            maskable = int((x0 < 256).sum())
+            if row >= n:
+                elbo += maskable / len(holes) * sum(ce[i].item() for i in holes)
+                tokens += maskable
+                continue
+            which = bins[int(draws.t[row] * evaluate.BINS)]
+            for i in holes:
+                w = 0.5 * sum(0.45 * 0.55 ** (abs(i - j) - 1) for j in range(len(ce))
+                              if j not in holes)
+                weighted, w_sum, masked = weighted + w * ce[i].item(), w_sum + w, masked + 1
+                which[0], which[1] = which[0] + ce[i].item(), which[1] + 1
+    expected = {"cart": weighted / masked, "cart_weight_mean": weighted / w_sum,
+                "cart_sum": weighted / n, "elbo": elbo / tokens,
+                "bits_per_byte": elbo / tokens / math.log(2)}  # one byte a token
+    for key, value in expected.items():  # the model runs in float32
+        assert got[key] == pytest.approx(value, rel=1e-5), key
+    for value, (total, count) in zip(got["by_t"], bins):
+        assert math.isnan(value) if not count else value == pytest.approx(total / count, rel=1e-5)
+
+
+def test_draws_mask_what_they_say_and_repeat(work, draws):
+    n, maskable = len(draws.t) // 2, draws.x0 < 256
+    assert n == 9 and torch.equal(draws.x0[:n], draws.x0[n:])
+    assert torch.equal(draws.masked, draws.x_t == TOKENIZER.mask_id)
+    assert torch.equal(draws.x_t[~draws.masked], draws.x0[~draws.masked])
+    assert not (draws.masked & ~maskable).any()
+    assert torch.equal(draws.maskable, maskable.sum(-1))
+    k = draws.masked[n:].sum(-1)
+    assert torch.equal(draws.t[n:], k / draws.maskable[n:])  # exactly k, and the adapter is told
+    assert sorted((draws.t[:n] * n).long().tolist()) == list(range(n))  # one t in each stratum
+    least = draws.maskable.min().item()
+    for i, share in enumerate(((k - 1) / draws.maskable[n:]).sort().values.tolist()):
+        assert i / n - 1 / least <= share < (i + 1) / n  # and one k, up to its being an integer
+    again = evaluate.make_draws(load_corpus(work / "text.txt", TOKENIZER), TOKENIZER, 40, 9)
+    other = evaluate.make_draws(load_corpus(work / "text.txt", TOKENIZER), TOKENIZER, 40, 9, seed=1)
+    assert torch.equal(again.x_t, draws.x_t) and not torch.equal(other.x_t, draws.x_t)
+
+
+def random_corpus(n):
+    ids = np.random.default_rng(0).integers(0, 256, n).astype(np.uint16)
+    ids[99::100] = TOKENIZER.sep_id
+    return Corpus(ids, n_bytes=n - n // 100, n_docs=n // 100, tokenizer="bytes")
+
+
+def test_a_uniform_guess_scores_ln_256_and_a_third_of_it_under_cart(denoiser):
+    """The ELBO exactly (the table is float32: 1e-7); CART's mean weight is 1/3 but for the ends."""
+    corpus = random_corpus(100 * 512)
+    draws = evaluate.make_draws(corpus, TOKENIZER, 512, 100)
+    short = take(draws, [0, 1])  # the frozen row is not looked at here
+    rows = evaluate.reference_rows(denoiser.backbone, short, corpus.ids, TOKENIZER)
+    assert list(rows) == ["uniform", "unigram", "frozen"]
+    uniform = torch.full((260,), -math.log(256))
+    got = evaluate.metrics(evaluate.table_losses(uniform, draws), draws)
+    for row in (got, rows["uniform"]):
+        assert row["elbo"] == pytest.approx(math.log(256), rel=1e-6)
+        assert row["bits_per_byte"] == pytest.approx(8.0, rel=1e-6)
+        assert all(math.isnan(v) or v == pytest.approx(math.log(256), rel=1e-6)
+                   for v in row["by_t"])
+    assert got["cart"] == pytest.approx(math.log(256) / 3, rel=0.03)
+    assert got["cart_weight_mean"] == pytest.approx(math.log(256), rel=1e-6)
+    # Random bytes: the smoothed frequencies of 51,200 of them are uniform up to 1/400 in nats.
+    assert rows["unigram"]["elbo"] == pytest.approx(math.log(256), abs=0.05)
+    table = evaluate.format_table(rows)
+    assert "masked_mean" in table and all(f"| {name} |" in table for name in rows)
+
+
+def test_the_unigram_row_is_the_smoothed_frequency_of_each_masked_token(work, draws, denoiser):
+    ids = load_corpus(work / "text.txt", TOKENIZER).ids
+    row = evaluate.reference_rows(denoiser.backbone, draws, ids, TOKENIZER)["unigram"]
+    seen = [i for i in ids.tolist() if i < 256]
+    total, n, counts = 0.0, len(draws.t) // 2, {i: seen.count(i) for i in set(seen)}
+    for b in range(n, 2 * n):
+        holes = draws.x0[b][draws.masked[b]].tolist()
+        ce = -sum(math.log((counts.get(x, 0) + 1) / (len(seen) + 256)) for x in holes)
+        total += draws.maskable[b].item() / len(holes) * ce
+    # log-probabilities are a float32 table
+    assert row["elbo"] == pytest.approx(total / draws.maskable[n:].sum().item(), rel=1e-6)
+
+
+# ------------------------------------------------------------------------- what must not matter
+
+def test_scores_depend_on_neither_the_batch_nor_the_order_nor_the_padding(draws, denoiser):
+    """Float32 sums of other shapes: 1e-5."""
+    model, adapter = denoiser.backbone, denoiser.adapter
+    losses = evaluate.sequence_losses(model, adapter, draws)
+    for batch in (1, 5):
+        got = evaluate.sequence_losses(model, adapter, draws, batch=batch)
+        torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
+    order = torch.tensor([4, 8, 0, 2, 7, 1, 6, 3, 5])
+    got = evaluate.sequence_losses(model, adapter, take(draws, order), batch=4)
+    torch.testing.assert_close(got, losses[torch.cat([order, order + 9])], rtol=1e-5, atol=1e-5)
+    wide = dataclasses.replace(
+        draws, **{name: torch.nn.functional.pad(getattr(draws, name), (0, 13), value=value)
+                  for name, value in (("x0", TOKENIZER.pad_id), ("x_t", TOKENIZER.pad_id),
+                                      ("masked", False), ("w", 0))})
+    got = evaluate.sequence_losses(model, adapter, wide)
+    torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_score_what_one_does(draws):
+    folder, run = tiny.two_ranks()
+    assert run.returncode == 0, run.err[-2000:]
+    losses, metrics = tiny.score(folder)
+    for rank in (0, 1):
+        got, numbers = torch.load(folder / f"rank{rank}.pt")["score"]
+        torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)  # other batches, float32
+        for key in ("cart", "elbo", "bits_per_byte"):
+            assert numbers[key] == pytest.approx(metrics[key], rel=1e-5)
+
+
+# -------------------------------------------------------------------------------- the control of t
+
+def test_an_adapter_that_reads_no_t_has_a_gap_of_exactly_zero(draws, denoiser):
+    lora = tiny.awake(make_adapter("lora", tiny.CONFIG, lora_rank=2))
+    scores = evaluate.score_adapter(denoiser.backbone, lora, draws)
+    assert scores["gap"] == 0.0 and scores["gap_error"] == 0.0
+    assert scores["shuffled_t"]["elbo"] == scores["elbo"]
+    frozen = evaluate.metrics(evaluate.sequence_losses(denoiser.backbone, None, draws), draws)
+    assert frozen["elbo"] != scores["elbo"]
+
+
+def test_the_gap_is_the_difference_of_the_two_elbos_and_its_error_a_paired_one(draws, denoiser):
+    scores = evaluate.score_adapter(denoiser.backbone, denoiser.adapter, draws)
+    assert scores["gap"] != 0
+    assert scores["gap"] == pytest.approx(scores["shuffled_t"]["elbo"] - scores["elbo"], abs=1e-12)
+    n, pairs = len(draws.t) // 2, []
+    for t in (draws.t, evaluate.shuffled(draws.t)):
+        losses = evaluate.sequence_losses(denoiser.backbone, denoiser.adapter, draws, t=t)[n:, 0]
+        pairs.append((losses * draws.maskable[n:] / draws.masked[n:].sum(-1)).numpy())
+    each = (pairs[1] - pairs[0]) * n / draws.maskable[n:].sum().item()
+    assert scores["gap_error"] == pytest.approx(1.96 * each.std(ddof=1) / math.sqrt(n), rel=1e-9)
+
+
+def test_an_ablation_that_keeps_nothing_scores_as_the_frozen_backbone(draws, denoiser):
+    frozen = evaluate.sequence_losses(denoiser.backbone, None, draws)
+    got = evaluate.sequence_losses(denoiser.backbone, denoiser.adapter, draws, modulate="none")
+    assert torch.equal(got, frozen)
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 64])
+def test_shuffling_gives_every_sequence_another_ones_t_of_its_own_half(n):
+    t = torch.cat([torch.arange(n), 1000 + torch.arange(n)]) / 10
+    for seed in range(5):
+        got = evaluate.shuffled(t, seed)
+        for half in (slice(0, n), slice(n, None)):
+            assert torch.equal(got[half].sort().values, t[half])
+        assert torch.equal(got, evaluate.shuffled(t, seed))
+        if n > 1:  # else there is no other one
+            assert not (got == t).any()
+
+
+# -------------------------------------------------------------------------------------- infilling
+
+@pytest.mark.parametrize("steps", [1, 3, 16, 100])
+@pytest.mark.parametrize("with_adapter", [True, False])
+def test_infilling_fills_every_hole_with_a_real_token_and_touches_nothing_else(
+        denoiser, steps, with_adapter):
+    ids = torch.randint(256, (50,), generator=torch.Generator().manual_seed(0))
+    ids[::2] = TOKENIZER.mask_id
+    ids[7], ids[49] = TOKENIZER.sep_id, TOKENIZER.pad_id
+    before = ids.clone()
+    model = denoiser.backbone
+    bias = model.decoder_bias.clone()
+    try:
+        model.decoder_bias[list(TOKENIZER.special_ids)] += 100  # the head would love to say [MASK]
+        adapter = denoiser.adapter if with_adapter else None
+        out = evaluate.infill(model, adapter, ids, TOKENIZER, steps)
+    finally:
+        model.decoder_bias.copy_(bias)
+    holes = before == TOKENIZER.mask_id
+    assert torch.equal(ids, before)  # the input is left as it was
+    assert torch.equal(out[~holes], before[~holes]) and (out[holes] < 256).all()
+
+
+def test_infilling_nothing_returns_the_text(denoiser):
+    ids = torch.arange(20)
+    assert torch.equal(evaluate.infill(denoiser.backbone, None, ids, TOKENIZER), ids)
+
+
+def test_infilling_takes_the_most_certain_first_and_tells_the_adapter_the_share(work):
+    """Two passes over four holes: t is 4/8, then 2/8, and the first pass fills the surer two."""
+    told, seen = [], []
+
+    class Watched:
+        word_embeddings = SimpleNamespace(weight=torch.zeros(1))
+
+        def hidden(self, ids, modulation=None, attention_mask=None):
+            seen.append(ids[0].tolist())
+            logits = torch.zeros(1, 8, 260)
+            logits[0, torch.arange(8), torch.arange(8)] = torch.tensor([0., 1, 0, 9, 0, 5, 0, 3])
+            return logits
+
+        def head(self, hidden):
+            return hidden
+
+    ids = torch.tensor([50, 259, 50, 259, 50, 259, 50, 259])
+    out = evaluate.infill(Watched(), lambda t: told.append(t.item()), ids, TOKENIZER, steps=2)
+    assert told == [0.5, 0.25]
+    assert seen[1] == [50, 259, 50, 3, 50, 5, 50, 259]
+    assert out.tolist() == [50, 1, 50, 3, 50, 5, 50, 7]
+
+
+# ------------------------------------------------------------------------------------ the command
+
+def test_the_command_scores_adapters_and_writes_the_result(work, denoiser):
+    for name in ("a", "b"):
+        save_adapter(work / name / "adapter.safetensors", denoiser.adapter)
+    given = ("--data", f"held={work / 'text.txt'}", "--train", work / "text.txt", "--weights",
+             work / "backbone.safetensors", "--seqlen", 24, "--windows", 8)
+    with tiny.root_at(work):
+        run = command("evaluate.py", "--adapter", work / "a", work / "b", *given)
+        wrong = command("evaluate.py", "--adapter", "nowhere", *given)
+    assert run.status == 0, run.err
+    assert run.out.strip().splitlines()[-1] == "wrote runs/evaluate/result.json"
+    rows = json.loads((work / "runs/evaluate/result.json").read_text())["metrics"]["held"]
+    assert len(rows) == 7 and {"uniform", "unigram", "frozen", "b", "b, shuffled t"} <= rows.keys()
+    assert all(isinstance(row["elbo"], float) for row in rows.values())
+    for words in ("uniform", "shuffled t", "masked_mean", "bits/byte"):
+        assert words in run.out
+    assert wrong.status == 2 and wrong.err.count("\n") == 1 and "nowhere" in wrong.err

@@ -1,0 +1,107 @@
+"""The README's tables come from results/, its snippets run, its links and flags exist.
+
+`python tests/test_readme.py` rewrites the tables.
+"""
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+
+def result(name):
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def backbone():
+    metrics = result("pretrain/small")["metrics"]
+    return table(["held-out text", "masked bytes", "uniform", "trigram", "shipped backbone"],
+                 [[name, f"{row['masked']:,}", f"{metrics['uniform']:.3f}", f"{row['trigram']:.3f}",
+                   f"**{row['model']:.3f}**"] for name, row in metrics["held_out"].items()])
+
+
+def adapters():
+    rows = []
+    for data, scores in result("evaluate/small")["metrics"].items():
+        for name, m in scores.items():
+            gap = f"{m['gap']:+.4f} ± {m['gap_error']:.4f}" if "gap" in m else ""
+            rows.append([data, name, f"{m['cart']:.3f}", f"{m['elbo']:.4f}",
+                         f"{m['bits_per_byte']:.3f}", gap])
+    return table(["text", "predictor", "CART masked_mean", "ELBO, nats/token", "bits/byte",
+                  "gap to shuffled t, nats/token"], rows)
+
+
+def spread():
+    rows = [[r["kernel"], r["variant"], f"{r['spread_start']:.4f}", f"{r['spread_end']:.3f}",
+             f"{r['cart']:.4f}", f"{r['elbo']:.4f}", f"{r['gap']:+.4f} ± {r['gap_error']:.4f}"]
+            for r in result("train/mlp")["metrics"]["runs"]]
+    return table(["kernel", "MLP", "spread at the start", "at the end", "CART", "ELBO, nats/token",
+                  "gap to shuffled t"], rows)
+
+
+def scan():
+    return result("chunk_scan/cpu")["metrics"]["table"]
+
+
+def rehearsal():
+    m = result("train/rehearsal")["metrics"]
+    return table(list(m), [[f"{v:,.4g}" if isinstance(v, float) else v for v in m.values()]])
+
+
+TABLES = {f.__name__: f for f in (backbone, adapters, spread, scan, rehearsal)}
+
+
+def with_tables(text):
+    def fill(match):
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+
+
+def test_the_tables_are_those_of_the_result_files():
+    text = README.read_text()
+    assert set(re.findall(r"<!-- table: (\w+) -->", text)) == set(TABLES)
+    assert text == with_tables(text), "run `python tests/test_readme.py`"
+
+
+def test_every_python_snippet_runs():
+    snippets = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
+    assert len(snippets) >= 2
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), {})
+
+
+def test_every_file_function_and_figure_that_it_names_exists():
+    text = README.read_text()
+    for path in re.findall(r"\]\(((?!http)[^)]+)\)|`([\w/]+\.(?:py|md|json))`", text):
+        assert (ROOT / (path[0] or path[1])).exists(), path
+    for module, *names in (name.split(".") for name in re.findall(r"`([a-z_]+\.\w+(?:\.\w+)?)`", text)):
+        if names[0] in ("py", "md"):
+            continue
+        scope = ast.parse((ROOT / f"{module}.py").read_text())
+        for name in names:
+            found = [node for node in scope.body if getattr(node, "name", None) == name or isinstance(
+                node, ast.Assign) and any(getattr(t, "id", None) == name for t in node.targets)]
+            assert found, f"{module}.{'.'.join(names)}"
+            scope = found[0]
+
+
+def test_every_flag_that_it_shows_exists():
+    text = README.read_text()
+    source = {path.name: path.read_text() for path in ROOT.glob("*.py")}
+    for script, rest in re.findall(r"(\w+\.py)((?: [^`|#\n]*)?)", text):
+        for flag in re.findall(r"--([a-z][a-z-]+)", rest):
+            name = flag.removeprefix("no-").replace("-", "_")
+            assert re.search(rf"^    {name}: ", source[script], re.M), f"{script} --{flag}"
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text()))
+    sys.exit(0)
