@@ -80,7 +80,7 @@ def save_state(path, **state):
 def load_state(path, device="cpu"):
     """What `save_state` wrote. Raises UserError where the file is missing, damaged or another."""
     if not Path(path).is_file():
-        raise common.UserError(f"{path}: no such checkpoint; start the run without --resume")
+        raise common.UserError(f"{path}: no such checkpoint; start again with --overwrite")
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch, zip and pickle each have their own
@@ -110,11 +110,13 @@ def load_adapter(path, config, device="cpu"):
             metadata = file.metadata() or {}
             state = {k: file.get_tensor(k).float() for k in file.keys()}
         about = {k: json.loads(v) for k, v in metadata.items() if k != "kernel"}
-        kernel, settings = metadata["kernel"], about.pop("settings")
+        kernel = metadata["kernel"]
+        adapter = make_adapter(kernel, config, **about.pop("settings"))
+    except common.UserError as error:
+        raise common.UserError(f"{path}: {error}") from None
     except Exception as error:  # safetensors has its own kinds
         raise common.UserError(f"{path}: not an adapter ({type(error).__name__}: {error}); give a "
                                "run folder of train.py or its adapter.safetensors") from None
-    adapter = make_adapter(kernel, config, **settings)
     expected = adapter.state_dict()
     wrong = [k for k in expected if k not in state or state[k].shape != expected[k].shape]
     if wrong or state.keys() - expected:

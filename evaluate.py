@@ -125,10 +125,12 @@ def elbo_terms(losses, draws):
 
 
 def shuffled(t, seed=42):
-    """Each sequence gets another one's t: within each half of the draws the values are permuted."""
-    halves = t.split(len(t) // 2)
-    return torch.cat([half[torch.randperm(len(half), generator=noise_generator(seed, -1))]
-                      for half in halves])
+    """Each sequence gets another one's t: each half of the draws is rotated in a random order."""
+    out, n = t.clone(), len(t) // 2
+    order = torch.randperm(n, generator=noise_generator(seed, -1))
+    for half in (order, n + order):
+        out[half] = t[half.roll(1)]  # a plain permutation leaves one in n its own, on average
+    return out
 
 
 def score_adapter(model, adapter, draws, modulate="full", seed=42):
@@ -211,6 +213,7 @@ def main(cfg):
         for path in common.progress(paths, desc=name):
             adapter, _ = load_adapter(path, model.config)
             label = Path(path).stem.removeprefix("adapter_")
+            label = str(path) if label == "adapter" or label in rows else label
             rows[label] = score_adapter(model, adapter, draws)
             rows[f"{label}, shuffled t"] = rows[label].pop("shuffled_t")
         result[name] = rows

@@ -3,16 +3,17 @@
 Run:      python hydra_ssm.py         (fills a masked sentence and draws a mixer matrix, 5 seconds)
 Last line: "mixer matrix of layer N: runs/hydra_ssm/mixer_matrix.png"
 
-A Modulation changes A_log, dt_bias, D, B and C of every layer without touching a weight (eq. 3, 4); its
-tensors are stacked over the layers, and applying them costs one operation per layer.
+A Modulation changes A_log, dt_bias, D, B and C of every layer without touching a weight (eq. 3, 4);
+its tensors are stacked over the layers, and applying them costs one operation per layer.
 
 Symbols:  A_log', dt_bias', D'  modulated per-head parameters  (y, b, h)      eq. 3, 8, 9
           B', C'                modulated read-in and read-out  (y, b, g n)   eq. 4
           z, x, B, C, dt        what in_proj packs, in this order; B and C once per direction
           y layer, b batch, l length, d model, h heads, p head dim, g groups, n state
-Differs from the paper: it keeps 12 of the released checkpoint's 24 heads (its public code sets headdim 128);
-          this file infers the sizes from the tensors and loads all 24. Padding is exact here: a padded
-          batch gives the logits of the unpadded one, which the released modules do not.
+Differs from the paper: it keeps 12 of the released checkpoint's 24 heads (its public code sets
+          headdim 128); this file infers the sizes from the tensors and loads all 24. Padding is
+          exact here: a padded batch gives the logits of the unpadded one, which the released
+          modules do not.
 Upstream: github.com/goombalab/hydra (modules) and huggingface.co/goombalab/hydra (weights).
 """
 import dataclasses
@@ -35,7 +36,7 @@ from chunk_scan import bidirectional_scan
 
 @dataclasses.dataclass(frozen=True)
 class HydraConfig:
-    """Sizes of a Hydra-BERT. The defaults are the released checkpoint's (112,082,098 parameters)."""
+    """Sizes of a Hydra-BERT. The defaults are the released checkpoint's: 112,082,098 parameters."""
     vocab_size: int = 30522
     d_model: int = 768
     n_layer: int = 23
@@ -56,20 +57,22 @@ class HydraConfig:
 
     @property
     def d_in_proj(self):
-        """z, x (d_inner each), B, C for two directions (g n each), dt for two directions (h each)."""
+        """z, x (d_inner each), B, C of two directions (g n each), dt of two directions (h each)."""
         return 2 * self.d_inner + 4 * self.ngroups * self.d_state + 2 * self.nheads
 
 
-PARAMETERS = {"A": ("A",), "dt": ("dt",), "D": ("D",), "BC": ("B_scale", "B_shift", "C_scale", "C_shift")}
-MODES = ("full", "all-except-A", "A", "dt", "BC", "D", "all-except-dt", "none")  # the columns of Table 2
+PARAMETERS = {"A": ("A",), "dt": ("dt",), "D": ("D",),
+              "BC": ("B_scale", "B_shift", "C_scale", "C_shift")}
+MODES = ("full", "all-except-A", "A", "dt", "BC", "D", "all-except-dt", "none")  # as in Table 2
 
 
 @dataclasses.dataclass
 class Modulation:
     """What an adapter asks of the backbone at one t per sequence. None leaves a parameter alone.
 
-    Shifts are bounded already; scales are factors (1 + alpha tanh(.)). in_scale, in_shift, out_gate and
-    lora serve the conditioning baselines: h + (1 + out_gate) mixer((1 + in_scale) h + in_shift).
+    Shifts are bounded already; scales are factors (1 + alpha tanh(.)). in_scale, in_shift, out_gate
+    and lora serve the conditioning baselines,
+    h + (1 + out_gate) mixer((1 + in_scale) h + in_shift).
     """
     A: torch.Tensor | None = None         # y b h    added to A_log
     dt: torch.Tensor | None = None        # y b h    added to dt_bias
@@ -81,15 +84,17 @@ class Modulation:
     in_scale: torch.Tensor | None = None  # y b d
     in_shift: torch.Tensor | None = None  # y b d
     out_gate: torch.Tensor | None = None  # y b d
-    lora: tuple | None = None             # in_down y r d, in_up y o r, out_down y r d_inner, out_up y d r
+    # in_down y r d, in_up y o r, out_down y r d_inner, out_up y d r
+    lora: tuple | None = None
 
     def keep(self, mode):
-        """Table 2: keep the parameters that `mode` names and let go of the other state-space ones."""
+        """Table 2: keep the parameters that `mode` names, drop the other state-space ones."""
         if mode not in MODES:
             raise common.UserError(f"modulate: got {mode!r}, need one of {', '.join(MODES)}")
         kept = {"full": "A dt BC D", "none": "", "all-except-A": "dt BC D",
                 "all-except-dt": "A BC D"}.get(mode, mode).split()
-        dropped = [field for name, fields in PARAMETERS.items() if name not in kept for field in fields]
+        dropped = [field for name, fields in PARAMETERS.items() if name not in kept
+                   for field in fields]
         return dataclasses.replace(self, **dict.fromkeys(dropped))
 
 
@@ -107,15 +112,15 @@ class Operator(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """Hydra's quasiseparable sequence mixer: one A_log, dt_bias and D per head, shared by both directions."""
+    """Hydra's quasiseparable mixer: one A_log, dt_bias and D per head, for both directions."""
 
     def __init__(self, config):
         super().__init__()
         self.config, h = config, config.nheads
         d_conv_channels = config.d_inner + 4 * config.ngroups * config.d_state
         self.in_proj = nn.Linear(config.d_model, config.d_in_proj, bias=False)
-        self.conv1d = nn.Conv1d(d_conv_channels, d_conv_channels, config.d_conv, groups=d_conv_channels,
-                                padding=config.d_conv // 2)
+        self.conv1d = nn.Conv1d(d_conv_channels, d_conv_channels, config.d_conv,
+                                groups=d_conv_channels, padding=config.d_conv // 2)
         # Delta starts log-uniform in [1e-3, 0.1] and A uniform in [1, 16], as in Mamba-2 and Hydra.
         dt = torch.exp(torch.empty(h).uniform_(-6.9078, -2.3026))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
@@ -126,30 +131,30 @@ class Mixer(nn.Module):
         self.out_proj = nn.Linear(config.d_inner, config.d_model, bias=False)
 
     def project(self, u, op, mask=None):
-        """u (b, l, d) -> z (b, l, h p) and the scan's inputs x, dt, B, C, D (shapes in chunk_scan.py)."""
+        """u (b, l, d) -> z (b, l, h p) and the scan's x, dt, B, C, D (shapes in chunk_scan.py)."""
         cfg = self.config
-        zxbcdt = self.in_proj(u)                                             # b l (z, x, B C B C, dt dt)
+        zxbcdt = self.in_proj(u)                                          # b l (z, x, BC BC, dt dt)
         if op.lora:
             zxbcdt = zxbcdt + u @ op.lora[0].mT @ op.lora[1].mT
         bc_width = 4 * cfg.ngroups * cfg.d_state
         z, xBC, dt = zxbcdt.split([cfg.d_inner, cfg.d_inner + bc_width, 2 * cfg.nheads], dim=-1)
         if mask is not None:
-            xBC = xBC * mask[..., None]           # the two-sided convolution must not see a pad
-        xBC = F.silu(self.conv1d(xBC.mT).mT)                                 # b l (x, B C B C)
+            xBC = xBC * mask[..., None]        # the two-sided convolution must not see a pad
+        xBC = F.silu(self.conv1d(xBC.mT).mT)                              # b l (x, BC BC)
         x, BC = xBC.split([cfg.d_inner, bc_width], dim=-1)
         if op.BC_scale is not None:
-            BC = torch.addcmul(op.BC_shift, BC, op.BC_scale)                 # eq. 4, both directions
+            BC = torch.addcmul(op.BC_shift, BC, op.BC_scale)              # eq. 4, both directions
 
         dt = rearrange(dt.to(op.dt_bias.dtype), "b l (d h) -> b l d h", d=2)
-        dt = F.softplus(dt + op.dt_bias[:, None, None])                      # eq. 9
+        dt = F.softplus(dt + op.dt_bias[:, None, None])                   # eq. 9
         if mask is not None:
-            dt = dt * mask[..., None, None]       # nor may a pad enter or decay the state
-        D = self.fc_D(x).to(op.D.dtype) + op.D[:, None]                      # b l h, the free diagonal
+            dt = dt * mask[..., None, None]    # nor may a pad enter or decay the state
+        D = self.fc_D(x).to(op.D.dtype) + op.D[:, None]                   # b l h, the free diagonal
         B, C = rearrange(BC, "b l (d k g n) -> k b l d g n", d=2, k=2, g=cfg.ngroups)
         return z, rearrange(x, "b l (h p) -> b l h p", h=cfg.nheads), dt, B, C, D
 
     def forward(self, u, op, mask=None):
-        """u (b, l, d) -> (b, l, d). mask (b, l): False at pads, which then change nothing elsewhere."""
+        """u (b, l, d) -> (b, l, d). mask (b, l): False at pads, which change nothing elsewhere."""
         z, x, dt, B, C, D = self.project(u, op, mask)
         y = bidirectional_scan(x, dt, op.A, B, C, D, self.config.chunk_size)  # eq. 11
         y = rearrange(y, "b l h p -> b l (h p)").type_as(self.norm.weight)
@@ -199,14 +204,14 @@ class HydraBert(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 * (768 / config.d_model) ** 0.5)
 
     def operators(self, modulation=None):
-        """The Operator of each layer. All layers are evaluated together; a layer then takes views."""
+        """The Operator of each layer. All are evaluated together; a layer then takes views."""
         m, mixers = modulation or Modulation(), [layer.mixer for layer in self.layers]
 
-        def shifted(name, shift):                                            # y 1 h (+ y b h)
+        def shifted(name, shift):                                         # y 1 h (+ y b h)
             base = torch.stack([getattr(mixer, name) for mixer in mixers])[:, None]
             return base if shift is None else base + shift.to(base.dtype)
 
-        # In float32 whatever the model's dtype: so do the released modules, and the golden file holds it.
+        # In float32 whatever the model's dtype, as in the released modules and the golden file.
         A = -torch.exp(shifted("A_log", m.A).float()).to(mixers[0].A_log.dtype)
         rows = {"A": A, "dt_bias": shifted("dt_bias", m.dt), "D": shifted("D", m.D)}
         like = self.word_embeddings.weight
@@ -215,12 +220,12 @@ class HydraBert(nn.Module):
             one = torch.ones_like(next(part for part in bc if part is not None))
             scales = [one if part is None else part for part in bc[:2]]
             shifts = [0 * one if part is None else part for part in bc[2:]]
-            rows["BC_scale"] = torch.cat(scales * 2, -1)                     # y b 4gn
+            rows["BC_scale"] = torch.cat(scales * 2, -1)                  # y b 4gn
             rows["BC_shift"] = torch.cat(shifts * 2, -1)
         rows |= {name: getattr(m, name) for name in ("in_scale", "in_shift", "out_gate")}
         for name in ("BC_scale", "BC_shift", "in_scale", "in_shift", "out_gate"):
             if rows.get(name) is not None:
-                rows[name] = rows[name].to(like.dtype)[:, :, None]           # y b 1 .
+                rows[name] = rows[name].to(like.dtype)[:, :, None]        # y b 1 .
         per_layer = {name: rows[name].unbind(0) if rows.get(name) is not None
                      else (None,) * len(mixers) for name in Operator._fields if name != "lora"}
         lora = zip(*(w.to(like.dtype) for w in m.lora)) if m.lora else (None,) * len(mixers)
@@ -230,7 +235,7 @@ class HydraBert(nn.Module):
         """Last hidden states (b, l, d) of ids (b, l); attention_mask (b, l) is 0 at pads."""
         mask = None if attention_mask is None else attention_mask.bool()
         h = self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0]
-        h = self.embedding_norm(h)                                           # b l d
+        h = self.embedding_norm(h)                                        # b l d
         for layer, op in zip(self.layers, self.operators(modulation), strict=True):
             if self.checkpointing and torch.is_grad_enabled():
                 h = checkpoint(layer, h, op, mask, use_reentrant=False)
@@ -244,11 +249,11 @@ class HydraBert(nn.Module):
         return F.linear(h, self.word_embeddings.weight, self.decoder_bias)
 
     def forward(self, input_ids, modulation=None, attention_mask=None):
-        """Logits (b, l, v). Training and evaluation call `hidden` and `head` on masked positions instead."""
+        """Logits (b, l, v). Training and evaluation use `hidden`, and `head` where it is masked."""
         return self.head(self.hidden(input_ids, modulation, attention_mask))
 
 
-# ---------------------------------------------------------------------------------------- loading weights
+# ---- loading weights -----------------------------------------------------------------------------
 
 class HubFile(NamedTuple):
     revision: str
@@ -273,21 +278,24 @@ RENAMES = (  # released key -> ours
 
 
 def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=None):
-    """A frozen HydraBert in eval mode from "small" (shipped), "goombalab/hydra" (released) or a path.
+    """A frozen HydraBert in eval mode: "small" (shipped), "goombalab/hydra" (released) or a path.
 
-    A path may hold safetensors or a torch file, as a composer checkpoint or a plain state dict. Sizes are
-    read off the tensors. vocab_size=None keeps every row of the embeddings, except that 30,528 rows mean
-    30,522; a number cuts the padded rows. A_log, dt_bias and D stay in float32 under a 16-bit dtype.
-    No pickled code is executed. Raises UserError, naming the tensor or what to do.
+    A path may hold safetensors or a torch file, as a composer checkpoint or a plain state dict.
+    Sizes are read off the tensors. vocab_size=None keeps every row of the embeddings, except that
+    30,528 rows mean 30,522; a number cuts the padded rows. A_log, dt_bias and D stay in float32
+    under a 16-bit dtype. No pickled code is executed. Raises UserError, naming the tensor or what
+    to do.
     """
     path = SMALL if source == "small" else _fetch(source) if source in HUB_FILES else Path(source)
     if not path.is_file():
-        raise common.UserError(f"weights: no file {path}; give a path, \"small\" or one of {list(HUB_FILES)}")
+        raise common.UserError(f"weights: no file {path}; give a path, \"small\" or one of "
+                               f"{list(HUB_FILES)}")
     state = _canonical(_read_tensors(path), path)
     rows = len(state["word_embeddings.weight"])
     vocab_size = vocab_size or (30522 if rows == 30528 else rows)
     if vocab_size > rows:
-        raise common.UserError(f"{path}: {rows} embedding rows, but vocab_size {vocab_size} was asked for")
+        raise common.UserError(f"{path}: {rows} embedding rows, but vocab_size {vocab_size} was "
+                               "asked for")
     for name in ("word_embeddings.weight", "decoder_bias"):
         state[name] = state[name][:vocab_size]
     with torch.device("meta"):
@@ -305,7 +313,8 @@ def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=
 
 def infer_config(state):
     """HydraConfig from tensor shapes alone (one group is assumed: shapes cannot tell)."""
-    d_inner, h = state["layers.0.mixer.out_proj.weight"].shape[1], len(state["layers.0.mixer.A_log"])
+    d_inner = state["layers.0.mixer.out_proj.weight"].shape[1]
+    h = len(state["layers.0.mixer.A_log"])
     vocab_size, d_model = state["word_embeddings.weight"].shape
     return HydraConfig(
         vocab_size=vocab_size, d_model=d_model, headdim=d_inner // h, expand=d_inner // d_model,
@@ -316,7 +325,7 @@ def infer_config(state):
 
 
 def _canonical(state, path):
-    """Released or plain keys -> ours, with the tied decoder checked and dropped, and no key unaccounted."""
+    """Released or plain keys -> ours, the tied decoder checked and dropped, no key unaccounted."""
     renamed = {}
     for key, tensor in state.items():
         name = re.sub(r"^((model|module|_orig_mod)\.)+", "", key)
@@ -330,12 +339,13 @@ def _canonical(state, path):
     decoder = renamed.pop("cls.predictions.decoder.weight", None)
     word = renamed.get("word_embeddings.weight")
     if decoder is not None and word is not None and not torch.equal(decoder, word):
-        raise common.UserError(f"{path}: cls.predictions.decoder.weight differs from the word embeddings; "
-                               "Hydra-BERT ties them")
+        raise common.UserError(f"{path}: cls.predictions.decoder.weight differs from the word "
+                               "embeddings; Hydra-BERT ties them")
     indices = {int(k.split(".")[1]) for k in renamed if re.match(r"layers\.\d+\.", k)}
     with torch.device("meta"):
         expected = HydraBert(HydraConfig(n_layer=1 + max(indices, default=0))).state_dict()
-    for problem, names in (("missing", expected.keys() - renamed), ("unknown", renamed.keys() - expected)):
+    for problem, names in (("missing", expected.keys() - renamed),
+                           ("unknown", renamed.keys() - expected)):
         if names:
             raise common.UserError(f"{path}: tensor {min(names)} is {problem} "
                                    f"({len(names)} in all); is this a Hydra-BERT checkpoint?")
@@ -353,11 +363,12 @@ def _read_tensors(path):
     """Key -> tensor from safetensors or a zipped torch file, without running any pickled code."""
     try:
         if zipfile.is_zipfile(path):
-            # Other entries of a composer checkpoint are pickled objects of packages nobody needs here:
-            # inert stand-ins take the place of their classes, and weights_only does the rest.
+            # Other entries of a composer checkpoint are pickled objects of packages nobody needs
+            # here: inert stand-ins take the place of their classes, weights_only does the rest.
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             inert = [(type("Inert", (), {"__init__": lambda self, *args: None,
-                                         "__setstate__": lambda self, state: None}), n) for n in names]
+                                         "__setstate__": lambda self, state: None}), name)
+                     for name in names]
             with torch.serialization.safe_globals(inert):
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             content = content.get("state", content)
@@ -365,9 +376,10 @@ def _read_tensors(path):
         else:
             from safetensors.torch import load_file
             content = load_file(path)
-    except Exception as error:  # every reader has its own kinds of failure; all mean: not such a file
-        raise common.UserError(f"{path}: not a readable torch or safetensors file, or cut short "
-                               f"({type(error).__name__}: {str(error)[:120].partition(chr(10))[0]})") from None
+    except Exception as error:  # every reader has its own kinds of failure; all mean that
+        raise common.UserError(
+            f"{path}: not a readable torch or safetensors file, or cut short "
+            f"({type(error).__name__}: {str(error)[:120].partition(chr(10))[0]})") from None
     tensors = {k: v for k, v in content.items() if isinstance(v, torch.Tensor)}
     if not tensors:
         raise common.UserError(f"{path}: holds no tensors")
@@ -375,32 +387,35 @@ def _read_tensors(path):
 
 
 def _fetch(source):
-    """Path of a hub file in huggingface_hub's cache, downloaded if need be, its size and sha256 checked."""
+    """Path of a hub file in huggingface_hub's cache, fetched if need be; size and hash checked."""
     import huggingface_hub
     hub = HUB_FILES[source]
     try:
         path = Path(huggingface_hub.hf_hub_download(source, hub.filename, revision=hub.revision))
     except Exception as error:  # connection, HTTP status, offline mode: classes of several packages
         raise common.UserError(
-            f"could not fetch {hub.filename} of {source} ({type(error).__name__}); download it elsewhere and "
-            "give its path as --weights, set HF_ENDPOINT to a mirror, or unset HF_HUB_OFFLINE") from None
+            f"could not fetch {hub.filename} of {source} ({type(error).__name__}); download it "
+            "elsewhere and give its path as --weights, set HF_ENDPOINT to a mirror, or unset "
+            "HF_HUB_OFFLINE") from None
     size, digest = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
     if (size, digest.hexdigest()) != (hub.size, hub.sha256):
         path = path.resolve()  # the snapshot is a link: deleting it alone would leave the bad blob
-        raise common.UserError(f"{path}: {size} bytes with sha256 {digest.hexdigest()[:12]}..., expected "
-                               f"{hub.size} and {hub.sha256[:12]}...; delete the file and try again")
+        raise common.UserError(f"{path}: {size} bytes with sha256 {digest.hexdigest()[:12]}..., "
+                               f"expected {hub.size} and {hub.sha256[:12]}...; delete the file and "
+                               "try again")
     return path
 
 
-# ------------------------------------------------------------------------------------------ demonstration
+# ---- demonstration -------------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Fill the [MASK]s of a text in one pass, and draw what one layer's mixer does to it."""
-    text: str = "It is a truth univ[MASK]rsally acknowl[MASK]dged, that a sin[MASK]le man is in want of a w[MASK]fe."
+    text: str = ("It is a truth univ[MASK]rsally acknowl[MASK]dged, that a sin[MASK]le man is in "
+                 "want of a w[MASK]fe.")
     weights: str = "small"      # "small", "goombalab/hydra" or a path
     vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
     layer: int = 0              # whose mixer matrix is drawn
@@ -417,7 +432,7 @@ def mixer_matrix(model, input_ids, layer):
     hook.remove()
     (u, op, *_), l = seen[0], len(input_ids)
     _, _, dt, B, C, D = mixer.project(u, op)
-    unit = torch.eye(l).view(1, l, 1, l).expand(1, l, mixer.config.nheads, l).to(u)    # b l h p, p = l
+    unit = torch.eye(l).view(1, l, 1, l).expand(1, l, mixer.config.nheads, l).to(u)  # b l h l
     return bidirectional_scan(unit, dt, op.A, B, C, D, mixer.config.chunk_size)[0].movedim(1, 0)
 
 
@@ -428,21 +443,22 @@ def main(cfg):
         raise common.UserError(f"--layer: got {cfg.layer}, need 0 to {model.config.n_layer - 1}")
     common.banner("hydra_ssm.py", cfg, "cpu", model)
     parts = [tokenizer.encode(part).tolist() for part in cfg.text.split("[MASK]")]
-    ids = torch.tensor(sum(([tokenizer.mask_id] + part for part in parts), [])[1:])    # l
+    ids = torch.tensor(sum(([tokenizer.mask_id] + part for part in parts), [])[1:])  # l
     holes = (ids == tokenizer.mask_id).nonzero().flatten()
     with torch.no_grad():
-        p = model.head(model.hidden(ids[None])[0, holes]).softmax(-1)                  # holes v
+        p = model.head(model.hidden(ids[None])[0, holes]).softmax(-1)                # holes v
     result = {"filled": [], "probability": []}
     for hole, row in zip(holes.tolist(), p):
         best = row.topk(3)
         ids[hole] = best.indices[0]
-        names = [f"{tokenizer.decode([i])!r} {q:.2f}" for i, q in zip(best.indices.tolist(), best.values)]
+        names = [f"{tokenizer.decode([i])!r} {q:.2f}"
+                 for i, q in zip(best.indices.tolist(), best.values)]
         common.log(f"position {hole}: {', '.join(names)}")
         result["filled"].append(int(best.indices[0]))
         result["probability"].append(best.values[0].item())
     common.log(f"{cfg.text}\n{tokenizer.decode(ids)}")
 
-    M = mixer_matrix(model, ids, cfg.layer)                                            # h l l
+    M = mixer_matrix(model, ids, cfg.layer)                                          # h l l
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     for ax, head in zip(figure.subplots(1, 3), (0, len(M) // 2, len(M) - 1)):
         bound = M[head].abs().quantile(0.99).item()

@@ -100,15 +100,14 @@ def main(cfg):
     model = HydraBert(HydraConfig(tokenizer.vocab_size, cfg.d_model, cfg.n_layer, cfg.d_state,
                                   headdim=cfg.headdim, chunk_size=32))
     env = common.banner("pretrain.py", cfg, "cpu", model)
-    folder = open_run(common.ROOT / "runs" / cfg.name, cfg, env, cfg.resume, cfg.overwrite,
-                      free=("resume", "overwrite", "publish", "save_every", "compile"))
-
     corpus = load_corpus(cfg.text, tokenizer, "train")
     sets = {}
     for name, paths in named_sources(cfg.valid).items():
         split = "valid" if set(paths) & set(cfg.text) else None
         windows = Windows(load_corpus(paths, tokenizer, split), cfg.seqlen, tokenizer.pad_id)
         sets[name] = held_out(windows, cfg.eval_windows, cfg.mask_rate, tokenizer, cfg.seed)
+    folder = open_run(common.ROOT / "runs" / cfg.name, cfg, env, cfg.resume, cfg.overwrite,
+                      free=("resume", "overwrite", "publish", "save_every", "compile"))
     windows = Windows(corpus, cfg.seqlen, tokenizer.pad_id)
     dataset = DiffusionDataset(windows, tokenizer, cfg.batch, cfg.steps, cfg.seed,
                                t_min=cfg.mask_rate, t_max=cfg.mask_rate)

@@ -354,7 +354,7 @@ def run(cfg, device, rank, world):
     done = train_steps(cfg, module, optimizer, loader, tokenizer, start,
                        lambda: bool(stop_signals), after_step)
     bar.close()
-    if stop_signals:
+    if done < (cfg.max_steps or cfg.steps):  # agreed by all ranks; a late signal may not be
         common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
         return {"step": done}
 
@@ -379,7 +379,7 @@ def run(cfg, device, rank, world):
                          torch.float16, step=done, vocab=tokenizer.fingerprint)
             draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, references,
                      cfg.kernel)
-    frozen, path = references["frozen"], folder.relative_to(common.ROOT)
+    frozen, path = references["frozen"], os.path.relpath(folder, common.ROOT)
     common.log(f"\n{cfg.kernel}: CART {frozen['cart']:.3f} -> {scores['cart']:.3f}, ELBO "
                f"{frozen['elbo']:.3f} -> {scores['elbo']:.3f} nats/token; knowing t is worth "
                f"{scores['gap']:.4f}; see {path}/loss.png; "

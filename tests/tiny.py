@@ -3,12 +3,14 @@
 `torchrun --nproc-per-node 2 tests/tiny.py FOLDER` is that run: `two_ranks` starts it once for all
 tests, which compare what it leaves in FOLDER with the same work done here by one rank.
 """
+import atexit
 import contextlib
 import functools
 import io
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,6 +187,7 @@ def score(folder, **how):
 def two_ranks():
     """Run this file under torchrun, once -> (folder, finished process)."""
     folder = Path(tempfile.mkdtemp(prefix="two_ranks_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_inputs(folder)
     with root_at(folder):  # by one rank: a whole run, and one stopped early for two to resume
         for settings in ({"name": "whole"}, {"name": "resumed", "max_steps": 3}):
