@@ -282,18 +282,20 @@ def main(cfg):
     for _ in common.progress(range(cfg.rounds), desc="rounds"):
         for name, (scan, given) in runs.items():
             seconds[name].append(seconds_taken(scan, given, cfg.chunk_size))
+    taken = {name: spread(times) for name, times in seconds.items()}
     ratios = {name: spread([t / ours for t, ours in zip(times, seconds["chunked scan"])])
               for name, times in seconds.items()}
+    table = "\n".join([
+        f"| forward plus backward, length {cfg.seqlen} | median, ms | times the chunked scan's "
+        f"(quartiles, n = {cfg.rounds}) |", "| --- | --- | --- |"] + [
+        f"| {name} | {1e3 * taken[name]['median']:.0f} | {r['median']:.2f} ({r['low']:.2f} to "
+        f"{r['high']:.2f}) |" for name, r in ratios.items()])
     result = {"errors": errors, "peak_mib": peak, "peak_mib_of_the_step": peak - before,
-              "seconds": {name: spread(times) for name, times in seconds.items()},
-              "speedup_over_plain": ratios["plain recurrence"],
+              "seconds": taken, "speedup_over_plain": ratios["plain recurrence"],
               "speedup_over_ssd_listing": ratios["SSD listing"],
-              "growth": ratios["chunked, 4 x length"]}
-
+              "growth": ratios["chunked, 4 x length"], "table": table}
     common.log(f"peak resident memory {peak:.0f} MiB, {peak - before:.0f} of it in the step")
-    for name, ratio in ratios.items():
-        common.log(f"{name:20} {1e3 * result['seconds'][name]['median']:8.1f} ms "
-                   f"{ratio['median']:6.2f} x ({ratio['low']:.2f} to {ratio['high']:.2f})")
+    common.log(table)
     common.write_json(Path(cfg.out) / "result.json", {"metrics": result, "config": cfg})
     if cfg.publish:
         common.publish("chunk_scan", "cpu", result, cfg)

@@ -302,9 +302,6 @@ def run(cfg, device, rank, world):
     references = reference_rows(backbone, draws, train.ids, tokenizer)
     common.log(f"\nbefore (nats):\n\n{format_table(references)}\n")
 
-    stop_signals = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stop_signals.append(number))
     dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
                                stratified=cfg.stratified)
     loader = DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
@@ -351,8 +348,9 @@ def run(cfg, device, rank, world):
             save_state(folder / "last.pt", step=step, adapter=adapter.state_dict(),
                        optimizer=optimizer.state_dict())
 
-    done = train_steps(cfg, module, optimizer, loader, tokenizer, start,
-                       lambda: bool(stop_signals), after_step)
+    with stop_signals() as caught:
+        done = train_steps(cfg, module, optimizer, loader, tokenizer, start,
+                           lambda: bool(caught), after_step)
     bar.close()
     if done < (cfg.max_steps or cfg.steps):  # agreed by all ranks; a late signal may not be
         common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
@@ -385,6 +383,19 @@ def run(cfg, device, rank, world):
                f"{scores['gap']:.4f}; see {path}/loss.png; "
                f"next: python evaluate.py --adapter {path}")
     return result
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Yield a list that SIGTERM and Ctrl-C are added to, in place of ending the process."""
+    caught, before = [], {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, lambda number, frame: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore_signals(worker_id):

@@ -78,19 +78,23 @@ def test_every_python_snippet_runs():
         exec(compile(snippet, "README.md", "exec"), {})
 
 
+def names_of(node):
+    """What a statement defines: a function or class, or the targets of an assignment."""
+    return {getattr(node, "name", None), *(getattr(t, "id", None)
+                                           for t in getattr(node, "targets", ()))}
+
+
 def test_every_file_function_and_figure_that_it_names_exists():
     text = README.read_text()
     for path in re.findall(r"\]\(((?!http)[^)]+)\)|`([\w/]+\.(?:py|md|json))`", text):
         assert (ROOT / (path[0] or path[1])).exists(), path
-    for module, *names in (name.split(".") for name in re.findall(r"`([a-z_]+\.\w+(?:\.\w+)?)`", text)):
-        if names[0] in ("py", "md"):
-            continue
-        scope = ast.parse((ROOT / f"{module}.py").read_text())
-        for name in names:
-            found = [node for node in scope.body if getattr(node, "name", None) == name or isinstance(
-                node, ast.Assign) and any(getattr(t, "id", None) == name for t in node.targets)]
-            assert found, f"{module}.{'.'.join(names)}"
-            scope = found[0]
+    for dotted in re.findall(r"`([a-z_]+\.\w+(?:\.\w+)?)`", text):
+        module, *names = dotted.split(".")
+        if names[0] not in ("py", "md"):
+            scope = ast.parse((ROOT / f"{module}.py").read_text())
+            for name in names:
+                scope = next((node for node in scope.body if name in names_of(node)), None)
+                assert scope is not None, dotted
 
 
 def test_every_flag_that_it_shows_exists():
