@@ -135,10 +135,13 @@ def banner(script, cfg, device="cpu", model=None):
     return env
 
 
-def publish(script, run, result, cfg=None):
-    """Write results/<script>/<run>.json: metrics, config, environment. Returns the path."""
+def publish(script, run, result, cfg=None, env=None):
+    """Write results/<script>/<run>.json: metrics, config, environment. Returns the path.
+
+    env: the `environment()` the run began in, which a long run passes on; default: now.
+    """
     path = ROOT / "results" / script / f"{run}.json"
-    write_json(path, {"metrics": result, "config": cfg, **environment()})
+    write_json(path, {"metrics": result, "config": cfg, **(env or environment())})
     return path
 
 

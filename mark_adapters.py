@@ -383,15 +383,18 @@ def matched_lora_rank(config, cfg):
 @torch.no_grad()
 def modulation_spread(adapter, n=65):
     """How much each modulation, by its name, and h, as "hidden", depend on t: the standard
-    deviation over n even t in [0, 1], averaged over layers and outputs. Empty if t is not read.
+    deviation over n even t in [0, 1], averaged over layers and outputs; "mean" is the modulations'
+    average. A saturated adapter has a large "hidden" and a small "mean". Empty if t is not read.
     """
     if not hasattr(adapter, "timestep"):
         return {}
     t = torch.linspace(0, 1, n, device=adapter.timestep.angular.device)
     values = {name: value for name, value in vars(adapter(t)).items() if value is not None}
+    spread = {name: value.std(dim=1).mean().item() for name, value in values.items()}
+    spread["mean"] = sum(spread.values()) / len(spread)
     if hasattr(adapter, "hidden"):
-        values["hidden"] = adapter.hidden(t)
-    return {name: value.std(dim=1).mean().item() for name, value in values.items()}
+        spread["hidden"] = adapter.hidden(t).std(dim=1).mean().item()
+    return spread
 
 
 # ---- the table and the figure --------------------------------------------------------------------

@@ -174,7 +174,7 @@ def main(cfg):
     save_backbone(folder / "backbone.safetensors", model)
     if cfg.publish:
         save_backbone(SMALL, model)
-        common.publish("pretrain", cfg.preset, result, cfg)
+        common.publish("pretrain", cfg.preset, result, cfg, env)
     for name, row in result["held_out"].items():
         common.log(f"{name}: {row['model']:.3f} nats per masked byte (trigram "
                    f"{row['trigram']:.3f}); weights: runs/{cfg.name}/backbone.safetensors")

@@ -17,7 +17,6 @@ Differs from the paper: its batch of 112 is read as global. Noise depends on (se
 """
 import contextlib
 import dataclasses
-import math
 import os
 import signal
 import time
@@ -324,7 +323,7 @@ def run(cfg, device, rank, world):
         record(step=step, eval=scores, spread=spread)
         common.log(f"step {step}: held-out CART {scores['cart']:.4f}, ELBO {scores['elbo']:.4f}; "
                    f"gap to a shuffled t {scores['gap']:+.4f} +- {scores['gap_error']:.4f}; "
-                   f"spread of h over t {spread.get('hidden', math.nan):.3f}")
+                   f"spread of the modulation over t {spread.get('mean', 0.0):.4f}")
         if spread and not scores["gap"] > scores["gap_error"]:
             common.log(f"step {step}: the adapter does not measurably use t")
         since.update(time=time.time(), step=step)
@@ -371,7 +370,7 @@ def run(cfg, device, rank, world):
         draw_run(folder / "loss.png", rows, references, cfg.kernel)
         common.write_json(folder / "result.json", result)
         if cfg.publish:
-            common.publish("train", cfg.name, result, cfg)
+            common.publish("train", cfg.name, result, cfg, env)
         if cfg.publish and cfg.preset == "shipped":
             save_adapter(common.ROOT / "assets" / f"adapter_{cfg.kernel}.safetensors", adapter,
                          torch.float16, step=done, vocab=tokenizer.fingerprint)

@@ -356,11 +356,11 @@ def test_the_spread_names_every_modulation():
     for kernel in GEOMETRIES:
         adapter = make_adapter(kernel, TINY)
         spread = modulation_spread(adapter)
-        assert set(spread) == {*ma.MAGNITUDES, "hidden"}
+        assert set(spread) == {*ma.MAGNITUDES, "mean", "hidden"}
         assert all(value == 0 for name, value in spread.items() if name != "hidden")
         ma.randomise_readouts(adapter)
         assert all(value > 1e-3 for value in modulation_spread(adapter).values())
-    assert modulation_spread(make_adapter("inject", TINY)) == {"in_shift": 0}
+    assert modulation_spread(make_adapter("inject", TINY)) == {"in_shift": 0, "mean": 0}
     assert modulation_spread(make_adapter("lora", TINY)) == {}
     assert modulation_spread(make_adapter("none", TINY)) == {}
 
