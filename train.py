@@ -54,7 +54,7 @@ class Config:
     steps: int = 350                # length of the schedule
     max_steps: int = 0              # stop here, within the schedule; 0: at its end
     warmup: int = 20                # steps
-    lr: float = 4e-3                # peak; then cosine down to min_lr_ratio of it
+    lr: float = 2e-3                # peak; then cosine down to min_lr_ratio of it
     min_lr_ratio: float = 0.1
     weight_decay: float = 0.01
     clip: float = 1.0               # gradient norm
@@ -80,7 +80,7 @@ class Config:
     seed: int = 42
 
 
-PRESETS = {"demo": {}, "shipped": dict(seqlen=256, steps=800, eval_windows=128), "paper": dict(
+PRESETS = {"demo": {}, "shipped": dict(seqlen=256, steps=600, eval_windows=128), "paper": dict(
     weights="goombalab/hydra", vocab="bert-base-uncased", data=(), device="cuda", seqlen=4096,
     global_batch=112, micro_batch=4, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
     checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240)}
