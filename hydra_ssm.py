@@ -418,7 +418,8 @@ class Config:
                  "want of a w[MASK]fe.")
     weights: str = "small"      # "small", "goombalab/hydra" or a path
     vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
-    layer: int = 0              # whose mixer matrix is drawn
+    layer: int = 3              # whose mixer matrix is drawn
+    publish: bool = False       # draw into figures/ in place of runs/hydra_ssm/
     seed: int = 42
 
 
@@ -461,11 +462,12 @@ def main(cfg):
     M = mixer_matrix(model, ids, cfg.layer)                                          # h l l
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     for ax, head in zip(figure.subplots(1, 3), (0, len(M) // 2, len(M) - 1)):
-        bound = M[head].abs().quantile(0.99).item()
-        image = ax.imshow(M[head].float().cpu(), cmap="RdBu", vmin=-bound, vmax=bound)
+        size = M[head].float().abs().clamp(min=1e-9).log10().cpu()
+        image = ax.imshow(size, cmap="magma", vmin=-4, vmax=1)
         ax.set(title=f"layer {cfg.layer}, head {head}", xlabel="j (from)", ylabel="i (to)")
-        figure.colorbar(image, ax=ax, shrink=0.8)
-    path = common.ROOT / "runs" / "hydra_ssm" / "mixer_matrix.png"
+        figure.colorbar(image, ax=ax, shrink=0.8, label="log10 |m_ij|")
+    folder = common.ROOT / ("figures" if cfg.publish else "runs/hydra_ssm")
+    path = folder / "mixer_matrix.png"
     with common.atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
     common.log(f"mixer matrix of layer {cfg.layer}: {path.relative_to(common.ROOT)}")
