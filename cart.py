@@ -20,14 +20,13 @@ Differs from the paper:
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, atomic_path, banner, run_cli, write_json
+from common import ROOT, UserError, atomic_path, banner, run_cli, write_json
 
 REDUCTIONS = ("masked_mean", "sum", "weight_mean")
 
@@ -170,10 +169,11 @@ def uniform_nats(n_choices):
 def unigram_log_probs(ids, vocab_size, exclude=(), block=1 << 24):
     """ln p of each token by its add-one smoothed frequency in ids -> v float32; -inf if excluded.
 
-    ids: numpy integers of any shape, a memory map too (read in blocks); exclude: the ids that are
-    never predicted. Its cross-entropy is a lookup: ce = -unigram_log_probs(...)[x0[masked]].
+    ids: numpy integers of any shape, or a memory map or data.Stream, read in blocks; exclude: the
+    ids that are never predicted. Its cross-entropy is a lookup:
+    ce = -unigram_log_probs(...)[x0[masked]].
     """
-    ids, counts = np.asarray(ids).reshape(-1), np.ones(vocab_size)
+    ids, counts = ids.reshape(-1) if isinstance(ids, np.ndarray) else ids, np.ones(vocab_size)
     for start in range(0, len(ids), block):
         counts += np.bincount(ids[start:start + block], minlength=vocab_size)
     counts[list(exclude)] = 0
@@ -243,10 +243,10 @@ def main(cfg):
     print(f"\nOver t ~ U(0, 1) a masked token weighs {weight:.3f} on average (masked_mean).")
     print(f"A uniform guess among 30,522 ids: {weight:.3f} x {nats:.2f} = {weight * nats:.2f} nats")
 
-    figure = Path(cfg.out) / "cart_weights.png"
+    figure = ROOT / cfg.out / "cart_weights.png"
     draw_weights(figure, generator)
     result = {"w": w.tolist(), "mean_weight": weight}
-    write_json(Path(cfg.out) / "result.json", {"metrics": result, "config": cfg})
+    write_json(ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
     print(f"wrote {figure}")
     return result
 

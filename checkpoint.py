@@ -7,8 +7,9 @@ Symbols:  runs/<name>/config.json          configuration, commit, versions and h
           runs/<name>/last.pt              all a resumed run needs: tensors and plain numbers only
 Differs from the paper: nothing.
 
-Every file is written beside its place, fsynced and renamed: after a crash there is the old one or
-the new one. No random state is saved: the noise of a sample depends on its place alone (data.py).
+Every file but metrics.jsonl, which grows line by line, is written beside its place, fsynced and
+renamed: after a crash there is the old one or the new one. No random state is saved: the noise of a
+sample depends on its place alone (data.py).
 """
 import json
 import shutil

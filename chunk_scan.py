@@ -33,7 +33,6 @@ import multiprocessing
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -266,7 +265,7 @@ def main(cfg):
         raise common.UserError(
             f"got --seqlen {cfg.seqlen}, --chunk-size {cfg.chunk_size}, --rounds {cfg.rounds}: "
             "the SSD listing needs whole chunks, and quartiles need at least 2 rounds")
-    common.banner("chunk_scan.py", cfg)
+    env = common.banner("chunk_scan.py", cfg)
     # First, while this process is small: a child starts with the mark of the parent it comes from.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         before, peak = pool.apply(peak_memory, (cfg,))
@@ -296,9 +295,9 @@ def main(cfg):
               "growth": ratios["chunked, 4 x length"], "table": table}
     common.log(f"peak resident memory {peak:.0f} MiB, {peak - before:.0f} of it in the step")
     common.log(table)
-    common.write_json(Path(cfg.out) / "result.json", {"metrics": result, "config": cfg})
+    common.write_json(common.ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
     if cfg.publish:
-        common.publish("chunk_scan", "cpu", result, cfg)
+        common.publish("chunk_scan", "cpu", result, cfg, env)
     common.log(f"chunked scan: {ratios['plain recurrence']['median']:.1f} x as fast as the plain "
                f"recurrence, {ratios['SSD listing']['median']:.1f} x as fast as the SSD listing")
     return result

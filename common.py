@@ -84,7 +84,8 @@ def plain(value):
 def write_json(path, data):
     """Write `data` as indented JSON, atomically."""
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n"
+        temporary.write_text(text, "utf-8")
 
 
 def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
@@ -101,7 +102,7 @@ def environment():
         try:
             return subprocess.run(("git", "-C", str(ROOT), *args), capture_output=True, text=True,
                                   timeout=10).stdout.strip()
-        except OSError:
+        except (OSError, subprocess.SubprocessError):  # no git, or one that hangs
             return ""
     cpuinfo = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")

@@ -27,9 +27,8 @@ import numpy as np
 import torch
 
 from cart import corrupt
-from common import UserError, log, progress, run_cli, write_json
-from text import (ByteTokenizer, WordPiece, clean, make_tokenizer,  # noqa: F401, the other
-                  read_documents)                                    # scripts import from here
+from common import UserError, banner, log, progress, run_cli, write_json
+from text import clean, make_tokenizer, read_documents
 
 SPLITS = {"train": 0.95, "valid": 0.05}  # shares of the documents, by hash
 
@@ -134,6 +133,16 @@ def load_corpus(source, tokenizer, split=None):
                         "text (of few documents, none may fall into the 5 % that are valid)")
     ids = parts[0] if len(parts) == 1 and isinstance(parts[0], np.ndarray) else Stream(parts)
     return Corpus(ids, n_bytes, n_docs, tokenizer.name)
+
+
+def held_out_split(sources, trained_on):
+    """The split to score on: "valid" of embedded, of shards and of what was trained on, else all.
+
+    Sources are compared as they are spelled.
+    """
+    known = {"embedded", *map(str, trained_on)}
+    return "valid" if any(str(s) in known or Path(s, "manifest.json").is_file()
+                          for s in sources) else None
 
 
 def named_sources(items):
@@ -266,6 +275,11 @@ class Windows:
         window[:len(ids)] = ids
         return window
 
+    def evenly(self, n):
+        """n windows at even distances, or all where there are fewer -> (n, l) int64 tensor."""
+        at = np.linspace(0, len(self) - 1, min(n, len(self))).round().astype(int)
+        return torch.from_numpy(np.stack([self[i] for i in at]))
+
 
 def noise_generator(*counters):
     """Integers -> their own random stream: the same everywhere, whatever was drawn before.
@@ -380,6 +394,7 @@ def build_mixture(out, tokenizer, tokens, open_source=hub_source, mixture=PAPER_
 def main(cfg):
     """Write shards, or show what a corpus, a window and its corruption look like."""
     tokenizer = make_tokenizer(cfg.tokenizer)
+    banner("data.py", cfg)
     if cfg.mixture not in ("", "paper") or cfg.mixture and not cfg.out:
         raise UserError(f"--mixture {cfg.mixture} --out '{cfg.out}': the one mixture is paper, and "
                         "it needs --out, the folder to build")

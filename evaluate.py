@@ -21,7 +21,6 @@ import dataclasses
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,9 +28,10 @@ import common
 from cart import (cart_weights, corrupt, corrupt_exactly, masked_cross_entropy, unigram_log_probs,
                   uniform_nats)
 from checkpoint import load_adapter
-from data import (Windows, load_corpus, make_tokenizer, maskable_tokens, named_sources,
+from data import (Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
                   noise_generator)
-from hydra_ssm import load_backbone
+from hydra_ssm import check_vocabulary, load_backbone
+from text import make_tokenizer
 
 BINS = 10  # of t, for the cross-entropy per masked token
 
@@ -51,9 +51,7 @@ class Draws:
 
 def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
     """Draws of n_windows evenly spaced windows of a corpus (all of them, where it has fewer)."""
-    windows = Windows(corpus, seqlen, tokenizer.pad_id)
-    at = np.linspace(0, len(windows) - 1, min(n_windows, len(windows))).round().astype(int)
-    x0 = torch.from_numpy(np.stack([windows[i] for i in at]))                          # n l
+    x0 = Windows(corpus, seqlen, tokenizer.pad_id).evenly(n_windows)                   # n l
     maskable = maskable_tokens(x0, tokenizer)
     x0, maskable = x0[maskable.any(-1)], maskable[maskable.any(-1)]
     n, M, noise = len(x0), maskable.sum(-1), noise_generator(seed, n_windows)
@@ -69,7 +67,7 @@ def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
 
 
 @torch.no_grad()
-def sequence_losses(model, adapter, draws, batch=32, t=None, modulate="full"):
+def sequence_losses(model, adapter, draws, batch=None, t=None, modulate="full"):
     """Per row of `draws`: the sum of ce and of w ce over its masked tokens, (2n, 2) float64.
 
     adapter None is the frozen backbone; t (2n,) replaces the true one. Rows are shared out over the
@@ -78,13 +76,14 @@ def sequence_losses(model, adapter, draws, batch=32, t=None, modulate="full"):
     device = model.word_embeddings.weight.device
     rank, world = common.rank_and_world() if dist.is_initialized() else (0, 1)
     t = draws.t if t is None else t
+    batch = batch or max(1, 8192 // draws.x0.shape[1])  # bounds the memory at any length
     losses = torch.zeros(len(draws.t), 2, dtype=torch.float64)
     for rows in torch.arange(rank, len(draws.t), world).split(batch):
         x0, x_t, masked, w = (getattr(draws, name)[rows].to(device)
                               for name in ("x0", "x_t", "masked", "w"))                # b l
         modulation = None if adapter is None else adapter(t[rows].to(device)).keep(modulate)
-        pads = x0 != draws.pad_id
-        hidden = model.hidden(x_t, modulation, None if pads.all() else pads)           # b l d
+        real = x0 != draws.pad_id
+        hidden = model.hidden(x_t, modulation, None if real.all() else real)           # b l d
         ce = torch.zeros(x0.shape, dtype=torch.float64, device=device)
         ce[masked] = masked_cross_entropy(hidden[masked], x0[masked], model.head).double()
         losses[rows] = torch.stack([ce.sum(-1), (w * ce).sum(-1)], -1).cpu()
@@ -102,7 +101,10 @@ def table_losses(log_probs, draws):
 
 
 def metrics(losses, draws):
-    """CART under each reduction, ELBO, and cross-entropy per masked token by t, of row losses."""
+    """From row losses: CART under each reduction ("cart": masked_mean, "cart_weight_mean", and
+    "cart_sum" in nats per window), the ELBO in nats per token and in bits per byte, and by bin of t
+    the cross-entropy in nats per masked token.
+    """
     n = len(draws.t) // 2
     ce, weighted = losses[:n].unbind(-1)
     masked, w_sum = draws.masked[:n].sum(-1).double(), draws.w[:n].double().sum(-1)
@@ -171,13 +173,14 @@ def format_table(rows):
 def infill(model, adapter, ids, tokenizer, steps=16):
     """Fill the [MASK]s of ids (l,), the surest first, in `steps` passes; t is the masked share."""
     ids, special = ids.clone(), list(tokenizer.special_ids)
-    maskable = maskable_tokens(ids, tokenizer).sum()
+    maskable, real = maskable_tokens(ids, tokenizer).sum(), ids[None] != tokenizer.pad_id
     for step in range(steps, 0, -1):
         holes = (ids == tokenizer.mask_id).nonzero().flatten()
         if not len(holes):
             break
         t = torch.tensor([len(holes) / maskable], dtype=torch.float32, device=ids.device)
-        hidden = model.hidden(ids[None], None if adapter is None else adapter(t))[0]   # l d
+        modulation = None if adapter is None else adapter(t)
+        hidden = model.hidden(ids[None], modulation, real)[0]                          # l d
         logits = model.head(hidden[holes]).float()
         logits[:, special] = -math.inf
         certainty, best = logits.log_softmax(-1).max(-1)
@@ -190,10 +193,11 @@ def infill(model, adapter, ids, tokenizer, steps=16):
 class Config:
     """Score adapters on held-out text."""
     adapter: tuple[str, ...] = ()                # run folders or files; default: the shipped ones
-    data: tuple[str, ...] = ("embedded",)        # NAME=PATH[,PATH...]; "embedded": its held-out 5 %
+    data: tuple[str, ...] = ("embedded",)        # NAME=PATH[,PATH...]; what is also in --train,
+    #   "embedded" and shards: their held-out part
     weights: str = "small"                       # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"                         # "bytes", "bert-base-uncased" or a vocab.txt
-    train: tuple[str, ...] = ("embedded",)       # text whose unigram frequencies are the reference
+    train: tuple[str, ...] = ("embedded",)       # text trained on: its unigram is the reference
     seqlen: int = 128
     windows: int = 200                           # per data set, evenly spaced
     publish: bool = False                        # write results/evaluate/
@@ -203,11 +207,12 @@ class Config:
 def main(cfg):
     paths = cfg.adapter or sorted(map(str, (common.ROOT / "assets").glob("adapter_*.safetensors")))
     tokenizer, model = make_tokenizer(cfg.vocab), load_backbone(cfg.weights)
-    common.banner("evaluate.py", cfg, "cpu", model)
+    check_vocabulary(model, tokenizer)
+    env = common.banner("evaluate.py", cfg, "cpu", model)
     train_ids = load_corpus(cfg.train, tokenizer, "train").ids
     result = {}
     for name, sources in named_sources(cfg.data).items():
-        corpus = load_corpus(sources, tokenizer, "valid" if sources == ["embedded"] else None)
+        corpus = load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
         draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
         rows = reference_rows(model, draws, train_ids, tokenizer)
         for path in common.progress(paths, desc=name):
@@ -222,7 +227,7 @@ def main(cfg):
     out = common.ROOT / "runs" / "evaluate" / "result.json"
     common.write_json(out, {"metrics": result, "config": cfg})
     if cfg.publish:
-        out = common.publish("evaluate", "small", result, cfg)
+        out = common.publish("evaluate", "small", result, cfg, env)
     common.log(f"wrote {out.relative_to(common.ROOT)}")
     return result
 

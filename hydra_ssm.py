@@ -238,7 +238,8 @@ class HydraBert(nn.Module):
         h = self.embedding_norm(h)                                        # b l d
         for layer, op in zip(self.layers, self.operators(modulation), strict=True):
             if self.checkpointing and torch.is_grad_enabled():
-                h = checkpoint(layer, h, op, mask, use_reentrant=False)
+                h = checkpoint(layer, h, op, mask, use_reentrant=False,
+                               preserve_rng_state=False)  # nothing in a layer is random
             else:
                 h = layer(h, op, mask)
         return h
@@ -309,6 +310,14 @@ def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=
         state[name] = tensor.to(device, torch.float32 if keep else dtype, copy=True)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def check_vocabulary(model, tokenizer):
+    """Raise UserError unless the tokenizer's ids are those of the backbone's embeddings."""
+    if model.config.vocab_size != tokenizer.vocab_size:
+        raise common.UserError(f"--vocab: {tokenizer.name} has {tokenizer.vocab_size} ids and the "
+                               f"backbone {model.config.vocab_size}; give the vocabulary that it "
+                               "was pretrained with")
 
 
 def infer_config(state):
@@ -440,6 +449,7 @@ def mixer_matrix(model, input_ids, layer):
 def main(cfg):
     from matplotlib.figure import Figure
     tokenizer, model = text.make_tokenizer(cfg.vocab), load_backbone(cfg.weights)
+    check_vocabulary(model, tokenizer)
     if not 0 <= cfg.layer < model.config.n_layer:
         raise common.UserError(f"--layer: got {cfg.layer}, need 0 to {model.config.n_layer - 1}")
     common.banner("hydra_ssm.py", cfg, "cpu", model)
@@ -462,7 +472,7 @@ def main(cfg):
     M = mixer_matrix(model, ids, cfg.layer)                                          # h l l
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     for ax, head in zip(figure.subplots(1, 3), (0, len(M) // 2, len(M) - 1)):
-        size = M[head].float().abs().clamp(min=1e-9).log10().cpu()
+        size = M[head].float().abs().clamp(min=1e-9).log10().cpu().numpy()
         image = ax.imshow(size, cmap="magma", vmin=-4, vmax=1)
         ax.set(title=f"layer {cfg.layer}, head {head}", xlabel="j (from)", ylabel="i (to)")
         figure.colorbar(image, ax=ax, shrink=0.8, label="log10 |m_ij|")

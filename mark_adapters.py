@@ -24,14 +24,13 @@ Upstream: github.com/ibitec7/mark, the paper's code.
 """
 import dataclasses
 import math
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
 
-from common import UserError, atomic_path, banner, publish, run_cli, write_json
+from common import ROOT, UserError, atomic_path, banner, publish, run_cli, write_json
 from hydra_ssm import HydraConfig, Modulation
 
 C_DIM = 128                  # width of c_t, Table 7
@@ -430,12 +429,10 @@ def randomise_readouts(adapter):
 @torch.no_grad()
 def draw_modulation(adapters, cfg, path):
     """One panel per adapter: the A shifts of three neighbouring groups of heads against t."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     t = torch.linspace(0, cfg.t_max, 1001)
-    fig, axes = plt.subplots(1, len(adapters), figsize=(4 * len(adapters), 3), sharey=True,
-                             layout="constrained")
+    figure = Figure(figsize=(4 * len(adapters), 3), layout="constrained")
+    axes = figure.subplots(1, len(adapters), sharey=True)
     for ax, adapter in zip(axes, adapters):
         beta_A = adapter.effective_magnitudes()[cfg.layer, 0].item()
         ax.axhspan(-beta_A, beta_A, color="0.93")
@@ -443,13 +440,12 @@ def draw_modulation(adapters, cfg, path):
         ax.set(title=f"{adapter.kernel}, {adapter_size(adapter) / 1e6:.2f} M", xlabel="t")
     axes[0].set_ylabel("shift of A_log (grey: within beta_A)")
     with atomic_path(path) as temporary:
-        fig.savefig(temporary, format="png", dpi=120)
-    plt.close(fig)
+        figure.savefig(temporary, format="png", dpi=120)
 
 
 def main(cfg):
     torch.manual_seed(cfg.seed)
-    banner("mark_adapters.py", cfg)
+    env = banner("mark_adapters.py", cfg)
     config = HydraConfig()
     rows = budgets(config)
     print(f"{config.n_layer} layers, {config.nheads} heads; c_t's MLP (33,024 more) not counted\n\n"
@@ -465,11 +461,11 @@ def main(cfg):
           + ", ".join(f"{k} {v:.2f}" for k, v in result["hidden_spread"].items()))
     for adapter in adapters:
         randomise_readouts(adapter)
-    figure = Path(cfg.out) / "modulation.png"
+    figure = ROOT / cfg.out / "modulation.png"
     draw_modulation(adapters, cfg, figure)
-    write_json(Path(cfg.out) / "result.json", {"metrics": result, "config": cfg})
+    write_json(ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
     if cfg.publish:
-        publish("mark_adapters", "budgets", result, cfg)
+        publish("mark_adapters", "budgets", result, cfg, env)
     print(f"untrained, with random readouts (at the start every modulation is zero): {figure}")
     return result
 

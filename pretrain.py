@@ -12,7 +12,6 @@ Differs from the paper: the released Hydra-BERT has 112 M parameters and WordPie
 """
 import dataclasses
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,9 +20,10 @@ from torch.utils.data import DataLoader
 import common
 from cart import corrupt, masked_cross_entropy, uniform_nats
 from checkpoint import append_metrics, load_state, open_run, read_metrics, save_state
-from data import (ByteTokenizer, DiffusionDataset, Windows, load_corpus, maskable_tokens,
+from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   named_sources, noise_generator)
 from hydra_ssm import SMALL, HydraBert, HydraConfig
+from text import ByteTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def trigram_nats(ids, x0, masked, vocab_size):
 
     It sees the true neighbours, also where the model sees a [MASK]. Counts c(l, x, r) are smoothed
     towards q, the mean of p(x | l) and p(x | r), by (c + k q) / (c(l, r) + k), and k is the best of
-    seven on the scored text itself: every choice favours the trigram.
+    seven on the scored text itself, which favours the trigram. Past a window's ends it sees [PAD].
     """
     v, ids = vocab_size, np.asarray(ids).astype(np.int64)
     triples = (ids[:-2] * v + ids[1:-1]) * v + ids[2:]
@@ -78,8 +78,7 @@ def trigram_nats(ids, x0, masked, vocab_size):
 
 def held_out(windows, n, mask_rate, tokenizer, seed):
     """(x0, x_t, masked), n l each: evenly spaced windows under masks that never change."""
-    at = np.linspace(0, len(windows) - 1, min(n, len(windows))).round().astype(int)
-    x0 = torch.from_numpy(np.stack([windows[i] for i in at]))              # n l
+    x0 = windows.evenly(n)                                                 # n l
     t = torch.full((len(x0),), mask_rate)
     maskable = maskable_tokens(x0, tokenizer)
     return x0, *corrupt(x0, t, tokenizer.mask_id, maskable, noise_generator(seed, 0))
@@ -103,8 +102,8 @@ def main(cfg):
     corpus = load_corpus(cfg.text, tokenizer, "train")
     sets = {}
     for name, paths in named_sources(cfg.valid).items():
-        split = "valid" if set(paths) & set(cfg.text) else None
-        windows = Windows(load_corpus(paths, tokenizer, split), cfg.seqlen, tokenizer.pad_id)
+        valid = load_corpus(paths, tokenizer, held_out_split(paths, cfg.text))
+        windows = Windows(valid, cfg.seqlen, tokenizer.pad_id)
         sets[name] = held_out(windows, cfg.eval_windows, cfg.mask_rate, tokenizer, cfg.seed)
     folder = open_run(common.ROOT / "runs" / cfg.name, cfg, env, cfg.resume, cfg.overwrite,
                       free=("resume", "overwrite", "publish", "save_every", "compile"))
@@ -142,12 +141,12 @@ def main(cfg):
             masked, x0 = item["masked"], item["x0"]
             ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
         loss = ce.mean()
-        if not torch.isfinite(loss):
-            raise common.UserError(f"step {step + 1}: the loss is {loss.item()}; lower --lr and "
-                                   "start again")
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise common.UserError(f"step {step + 1}: the loss is {loss.item()}, the gradient norm "
+                                   f"{norm.item()}; lower --lr and start again")
         optimizer.step()
         mean_loss = loss.item() if mean_loss is None else 0.98 * mean_loss + 0.02 * loss.item()
         if (step + 1) % 100 == 0:

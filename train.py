@@ -27,14 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import common
-from cart import cart_weights, corrupt, elbo_weights, masked_cross_entropy
+from cart import cart_loss, cart_weights, corrupt, elbo_weights, masked_cross_entropy
 from checkpoint import append_metrics, load_state, open_run, read_metrics, save_adapter, save_state
-from data import (DiffusionDataset, Windows, load_corpus, make_tokenizer, maskable_tokens,
+from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   noise_generator)
 from evaluate import format_table, infill, make_draws, reference_rows, score_adapter
-from hydra_ssm import MODES, load_backbone
+from hydra_ssm import MODES, check_vocabulary, load_backbone
 from mark_adapters import KERNELS, adapter_size, make_adapter, modulation_spread
-from text import find_files
+from text import find_files, make_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Config:
     weights: str = "small"          # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"            # "bytes", "bert-base-uncased" or the path of a vocab.txt
     data: tuple[str, ...] = ("embedded",)  # text files, folders of them, or shards
-    valid: tuple[str, ...] = ()     # held-out text; default: 5 % of the documents of --data
+    valid: tuple[str, ...] = ()     # held-out text; default: 5 % of --data, on which none trains
     device: str = "auto"            # "auto", "cpu" or "cuda"
     seqlen: int = 128               # tokens per sequence
     global_batch: int = 16          # sequences per optimiser step, over all ranks
@@ -56,18 +56,23 @@ class Config:
     warmup: int = 20                # steps
     lr: float = 2e-3                # peak; then cosine down to min_lr_ratio of it
     min_lr_ratio: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
     clip: float = 1.0               # gradient norm
     weighting: str = "cart"         # "cart" (eq. 22) or "elbo" (1/t, eq. 13)
     cart_p: float = 0.45
     stratified: bool = False        # one t in each of global_batch equal intervals
     modulate: str = "full"          # what the adapter may reach: the columns of Table 2
-    n_shifts: int | None = None     # this and the next five: see mark_adapters.AdapterConfig
-    mlp_dim: int = 64
-    init: str = "keep"
-    mlp_norm: bool = True
-    bounded_shifts: bool = True
-    lora_rank: int | None = None
+    n_shifts: int | None = None     # outputs for each of A, dt, D; default: 12 if that divides h
+    mlp_dim: int = 64               # width of the adapter's MLP; 256 in the paper
+    rank: int = 2                   # r of U and V
+    degree: int = 5                 # Chebyshev polynomials
+    n_freqs: int = 8                # DCT frequencies
+    timepoints: int = 256           # DCT points
+    init: str = "keep"              # "keep" t alive through the MLP, or PyTorch's "default"
+    mlp_norm: bool = True           # RMS normalisation after each SiLU of the MLP
+    bounded_shifts: bool = True     # False (hypernet only): B and C shifts without the tanh
+    lora_rank: int | None = None    # default: the rank whose size is nearest to the hypernet's
     bf16: bool = False              # backbone in bfloat16; A_log, dt_bias, D and adapter in float32
     checkpointing: bool = False     # recompute the layers in the backward pass
     workers: int = 0                # data loading processes per rank
@@ -84,9 +89,10 @@ PRESETS = {"demo": {}, "shipped": dict(seqlen=256, steps=600, eval_windows=128),
     weights="goombalab/hydra", vocab="bert-base-uncased", data=(), device="cuda", seqlen=4096,
     global_batch=112, micro_batch=4, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
     checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240)}
-ADAPTER_SETTINGS = ("n_shifts", "mlp_dim", "init", "mlp_norm", "bounded_shifts", "lora_rank")
+ADAPTER_SETTINGS = ("n_shifts", "mlp_dim", "rank", "degree", "n_freqs", "timepoints", "init",
+                    "mlp_norm", "bounded_shifts", "lora_rank")
 FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "publish",
-        "save_every", "checkpointing", "weights", "vocab", "data", "valid")  # resumed: may change
+        "save_every", "checkpointing")  # what a resumed run may change
 
 
 class Denoiser(torch.nn.Module):
@@ -160,7 +166,7 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             with denoiser.no_sync() if hold else contextlib.nullcontext():
                 real = item["x0"] != tokenizer.pad_id
                 ce = denoiser(item["x_t"], item["t"], item["x0"], item["masked"], real)
-                loss = (w[item["masked"]] * ce).sum() / count                  # eq. 23
+                loss = cart_loss(ce, item["masked"], w, "sum") / count         # eq. 23
                 (loss * world).backward()
             total += loss.detach()
         if world > 1:
@@ -268,17 +274,15 @@ def run(cfg, device, rank, world):
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     backbone = load_backbone(cfg.weights, dtype, device)
     backbone.checkpointing = cfg.checkpointing
-    if backbone.config.vocab_size != tokenizer.vocab_size:
-        raise common.UserError(f"--vocab: {tokenizer.name} has {tokenizer.vocab_size} ids and the "
-                               f"backbone {backbone.config.vocab_size}; give the vocabulary that "
-                               "it was pretrained with")
+    check_vocabulary(backbone, tokenizer)
     torch.manual_seed(cfg.seed)  # the adapter's first weights; nothing else draws from this stream
     settings = {name: getattr(cfg, name) for name in ADAPTER_SETTINGS}
     adapter = make_adapter(cfg.kernel, backbone.config, **settings).to(device)
     denoiser = Denoiser(backbone, adapter, cfg.modulate)
     env = common.banner("train.py", cfg, device, denoiser)
-    train = load_corpus(cfg.data, tokenizer, "train" if not cfg.valid else None)
-    valid = load_corpus(cfg.valid or cfg.data, tokenizer, "valid" if not cfg.valid else None)
+    train = load_corpus(cfg.data, tokenizer, "train")
+    scored = cfg.valid or cfg.data
+    valid = load_corpus(scored, tokenizer, held_out_split(scored, cfg.data))
     windows, held_out = (Windows(c, cfg.seqlen, tokenizer.pad_id) for c in (train, valid))
     draws = make_draws(valid, tokenizer, cfg.seqlen, cfg.eval_windows, cfg.seed, cfg.cart_p)
     common.log(f"{adapter_size(adapter):,} adapter parameters beside c_t's MLP; {train.n_bytes:,} "
@@ -286,9 +290,17 @@ def run(cfg, device, rank, world):
                f"windows of {cfg.seqlen}")
 
     folder = common.ROOT / "runs" / cfg.name  # all that can be refused has been: make it now
+    refusal = [None]
     if rank == 0:
-        open_run(folder, cfg, env, cfg.resume, cfg.overwrite, FREE)
-    optimizer = torch.optim.AdamW(adapter.parameters(), lr=cfg.lr, betas=(0.9, 0.999),
+        try:
+            open_run(folder, cfg, env, cfg.resume, cfg.overwrite, FREE)
+        except common.UserError as error:
+            refusal = [str(error)]
+    if world > 1:  # or the other ranks would wait for a rank that has left
+        dist.broadcast_object_list(refusal)
+    if refusal[0]:
+        raise common.UserError(refusal[0])
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=cfg.lr, betas=cfg.betas,
                                   weight_decay=cfg.weight_decay, fused=True)
     start, rows, spread_at_start = 0, [], modulation_spread(adapter)
     if cfg.resume:
@@ -308,7 +320,8 @@ def run(cfg, device, rank, world):
                         worker_init_fn=ignore_signals)
     module = denoiser
     if world > 1:  # an ablation leaves some readouts without a gradient
-        module = DistributedDataParallel(denoiser, find_unused_parameters=cfg.modulate != "full")
+        module = DistributedDataParallel(denoiser, broadcast_buffers=False,
+                                         find_unused_parameters=cfg.modulate != "full")
     bar = common.progress(total=cfg.steps, desc=cfg.kernel, initial=start)
     since = {"time": time.time(), "step": start}  # of the rate in tokens per second
 
@@ -377,10 +390,11 @@ def run(cfg, device, rank, world):
             draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, references,
                      cfg.kernel)
     frozen, path = references["frozen"], os.path.relpath(folder, common.ROOT)
+    with_flags = "" if cfg.weights == "small" else f" --weights {cfg.weights} --vocab {cfg.vocab}"
     common.log(f"\n{cfg.kernel}: CART {frozen['cart']:.3f} -> {scores['cart']:.3f}, ELBO "
                f"{frozen['elbo']:.3f} -> {scores['elbo']:.3f} nats/token; knowing t is worth "
                f"{scores['gap']:.4f}; see {path}/loss.png; "
-               f"next: python evaluate.py --adapter {path}")
+               f"next: python evaluate.py --adapter {path}{with_flags}")
     return result
 
 

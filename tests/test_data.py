@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
+from text import ByteTokenizer, WordPiece
 
-BYTES = data.ByteTokenizer()
+BYTES = ByteTokenizer()
 DOCUMENTS = [f"document {i} says {'naïve ' * (i % 7)}things" for i in range(400)]
 
 
@@ -37,7 +38,7 @@ def packed(documents):
 
 def wordpiece(path):
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "document", "says"]))
-    return data.WordPiece(path)
+    return WordPiece(path)
 
 
 @pytest.fixture
@@ -179,11 +180,11 @@ def test_an_interrupted_build_leaves_nothing(tmp_path):
 
 
 def test_a_killed_build_does_not_load_and_can_be_done_again(tmp_path):
-    killed = ("import os, sys, data\n"
+    killed = ("import os, sys, data, text\n"
               "def documents():\n"
               "    for i in range(100_000): yield f'document {i} ' * 9\n"
               "    os.kill(os.getpid(), 9)\n"
-              "data.write_shards(documents(), sys.argv[1], data.ByteTokenizer())")
+              "data.write_shards(documents(), sys.argv[1], text.ByteTokenizer())")
     out = tmp_path / "out"
     process = subprocess.run([sys.executable, "-c", killed, out], cwd=ROOT)
     assert process.returncode == -9 and not out.exists() and any(tmp_path.iterdir())
@@ -442,3 +443,29 @@ def test_the_bare_command_shows_a_window_and_its_corruption(capsys):
     assert f"{counts['documents']:,} documents" in said and "_" in said.split("x_t at t = 0.5")[1]
     with pytest.raises(UserError, match="the one mixture is paper"):
         data.main(data.Config(mixture="best", out="x"))
+
+
+def test_named_sources_are_named_by_the_user_or_by_their_stem():
+    named = data.named_sources(("books=a.txt,b.txt", "corpora/wiki.txt", "embedded"))
+    assert named == {"books": ["a.txt", "b.txt"], "wiki": ["corpora/wiki.txt"],
+                     "embedded": ["embedded"]}
+    with pytest.raises(UserError, match="wiki"):
+        data.named_sources(("x/wiki.txt", "y/wiki.txt"))
+
+
+def test_what_was_trained_on_is_scored_on_its_held_out_part_only(tmp_path):
+    trained, other = write_text(tmp_path / "a.txt"), tmp_path / "b.txt"
+    assert data.held_out_split([trained], [str(trained)]) == "valid"
+    assert data.held_out_split([other], [str(trained)]) is None
+    assert data.held_out_split(["embedded"], []) == "valid"
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "manifest.json").write_text("{}")
+    assert data.held_out_split([tmp_path / "shards"], []) == "valid"
+
+
+def test_windows_at_even_distances_reach_both_ends_and_repeat_none():
+    corpus = data.Corpus(np.arange(95, dtype=np.uint16), 95, 0, "bytes")
+    windows = data.Windows(corpus, 10, 256)
+    assert windows.evenly(4)[:, 0].tolist() == [0, 30, 60, 90]
+    assert windows.evenly(99)[:, 0].tolist() == list(range(0, 100, 10))
+    assert windows.evenly(1).shape == (1, 10)

@@ -13,8 +13,9 @@ from tiny import command, make_denoiser, write_inputs
 
 import evaluate
 from checkpoint import save_adapter
-from data import ByteTokenizer, Corpus, load_corpus
+from data import Corpus, load_corpus
 from mark_adapters import make_adapter
+from text import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 

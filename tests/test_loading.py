@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from common import UserError
-from helpers import (FIXTURES, PREFIX, ROOT, released_state, write_composer_layout,
-                     write_released_layout)
+from helpers import FIXTURES, PREFIX, ROOT, released_state, write_released_layout
 from hydra_ssm import load_backbone
 from safetensors.torch import save_file
 

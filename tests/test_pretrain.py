@@ -12,8 +12,9 @@ from tiny import command, write_inputs
 
 import checkpoint
 import pretrain
-from data import ByteTokenizer, Windows, load_corpus
+from data import Windows, load_corpus
 from hydra_ssm import HydraBert, load_backbone
+from text import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 RUN = ("--seqlen", 32, "--batch", 4, "--steps", 20, "--d-model", 32, "--n-layer", 2, "--d-state", 4,

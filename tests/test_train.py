@@ -17,8 +17,8 @@ from tiny import arguments, command, config, make_denoiser, run_split, write_inp
 import common
 import train
 from checkpoint import load_adapter
-from data import ByteTokenizer
 from hydra_ssm import HydraConfig, load_backbone
+from text import ByteTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -393,7 +393,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(work):
 
 
 @pytest.mark.parametrize("flag, value, word", [("--seqlen", 16, "seqlen was 24"),
-                                               ("--lr", 0.1, "lr was 0.004"),
+                                               ("--lr", 0.1, "lr was 0.002"),
                                                ("--kernel", "dct", "kernel was 'chebyshev'"),
                                                ("--n-shifts", 2, "n_shifts was None")])
 def test_resuming_with_other_settings_names_the_setting(work, whole, flag, value, word):

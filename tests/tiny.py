@@ -28,9 +28,10 @@ import common  # noqa: E402
 import evaluate  # noqa: E402
 import pretrain  # noqa: E402
 import train  # noqa: E402
-from data import ByteTokenizer, DiffusionDataset, Windows, load_corpus  # noqa: E402
+from data import DiffusionDataset, Windows, load_corpus  # noqa: E402
 from hydra_ssm import HydraBert, HydraConfig, load_backbone  # noqa: E402
 from mark_adapters import make_adapter  # noqa: E402
+from text import ByteTokenizer  # noqa: E402
 
 CONFIG = HydraConfig(260, d_model=32, n_layer=2, d_state=4, headdim=16, chunk_size=32)
 
