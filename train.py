@@ -71,6 +71,7 @@ class Config:
     timepoints: int = 256           # DCT points
     init: str = "keep"              # "keep" t alive through the MLP, or PyTorch's "default"
     mlp_norm: bool = True           # RMS normalisation after each SiLU of the MLP
+    t_scale: float = 1000.0         # fastest sinusoid of c_t, radians over t in [0, 1]
     bounded_shifts: bool = True     # False (hypernet only): B and C shifts without the tanh
     lora_rank: int | None = None    # default: the rank whose size is nearest to the hypernet's
     bf16: bool = False              # backbone in bfloat16; A_log, dt_bias, D and adapter in float32
@@ -90,7 +91,7 @@ PRESETS = {"demo": {}, "shipped": dict(seqlen=256, steps=600, eval_windows=128),
     global_batch=112, micro_batch=4, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
     checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240)}
 ADAPTER_SETTINGS = ("n_shifts", "mlp_dim", "rank", "degree", "n_freqs", "timepoints", "init",
-                    "mlp_norm", "bounded_shifts", "lora_rank")
+                    "mlp_norm", "t_scale", "bounded_shifts", "lora_rank")
 FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "publish",
         "save_every", "checkpointing")  # what a resumed run may change
 
@@ -210,27 +211,33 @@ def check(cfg, world):
             find_files(path)
 
 
-def draw_run(path, rows, references, kernel):
-    """loss.png: the training loss, and the cross-entropy per masked token against t."""
+def draw_run(path, rows, table, kernel):
+    """loss.png: the loss over training, and on held-out text the cross-entropy against t and the
+    gain over the frozen backbone, with the true t and with a shuffled one."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(12, 3.3), layout="constrained")
+    loss, absolute, gain = figure.subplots(1, 3)
     steps = [row for row in rows if "loss" in row]
     evals = [row for row in rows if "eval" in row]
-    left.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="0.7",
-              label="a training batch")
-    left.plot([0] + [r["step"] for r in evals],
-              [references["frozen"]["cart"]] + [r["eval"]["cart"] for r in evals], "o-",
-              label=f"{kernel}, held out (step 0: frozen)")
-    left.set(xlabel="step", ylabel="CART masked_mean (nats)")
-    by_t = evals[-1]["eval"]["by_t"]
-    t = [(i + 0.5) / len(by_t) for i in range(len(by_t))]
-    for name, color in (("unigram", "0.6"), ("frozen", "C3")):
-        right.plot(t, references[name]["by_t"], "--", color=color, label=name)
-    right.plot(t, by_t, "o-", color="C0", label=kernel)
-    right.set(xlabel="t (share of masked tokens)", ylabel="nats per masked token, held out")
-    left.legend(frameon=False)
-    right.legend(frameon=False)
+    loss.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="0.75", lw=1,
+              label="training batches")
+    loss.plot([0] + [r["step"] for r in evals],
+              [table["frozen"]["cart"]] + [r["eval"]["cart"] for r in evals], "o-",
+              label="held out (step 0: frozen)")
+    loss.set(xlabel="step", ylabel="CART masked_mean (nats)", title=f"{kernel}: training")
+    by_t = {name: scores["by_t"] for name, scores in table.items()}
+    t = [(i + 0.5) / len(by_t[kernel]) for i in range(len(by_t[kernel]))]
+    for name, style in (("unigram", "0.6"), ("frozen", "C3"), (kernel, "C0")):
+        absolute.plot(t, by_t[name], "o-" if name == kernel else "--", color=style, label=name)
+    absolute.set(xlabel="t (share of masked tokens)", ylabel="nats per masked token",
+                 title="held-out cross-entropy")
+    for name, style in ((kernel, "o-"), (f"{kernel}, shuffled t", "s:")):
+        gain.plot(t, [f - a for f, a in zip(by_t["frozen"], by_t[name])], style, label=name)
+    gain.axhline(0, color="C3", ls="--", label="frozen")
+    gain.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
+             title="gain over the frozen backbone")
+    for ax in (loss, absolute, gain):
+        ax.legend(frameon=False)
     with common.atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
 
@@ -337,8 +344,10 @@ def run(cfg, device, rank, world):
         common.log(f"step {step}: held-out CART {scores['cart']:.4f}, ELBO {scores['elbo']:.4f}; "
                    f"gap to a shuffled t {scores['gap']:+.4f} +- {scores['gap_error']:.4f}; "
                    f"spread of the modulation over t {spread.get('mean', 0.0):.4f}")
-        if spread and not scores["gap"] > scores["gap_error"]:
-            common.log(f"step {step}: the adapter does not measurably use t")
+        if spread and spread["mean"] < 1e-3:
+            common.log(f"step {step}: the adapter has stopped using t; try a lower --lr")
+        elif spread and not scores["gap"] > scores["gap_error"]:
+            common.log(f"step {step}: its use of t is worth nothing measurable on this text (yet)")
         since.update(time=time.time(), step=step)
         return scores
 
@@ -380,14 +389,14 @@ def run(cfg, device, rank, world):
     if rank == 0:
         save_adapter(folder / "adapter.safetensors", adapter, step=done, weights=cfg.weights,
                      vocab=tokenizer.fingerprint, modulate=cfg.modulate)
-        draw_run(folder / "loss.png", rows, references, cfg.kernel)
+        draw_run(folder / "loss.png", rows, rows_after, cfg.kernel)
         common.write_json(folder / "result.json", result)
         if cfg.publish:
             common.publish("train", cfg.name, result, cfg, env)
         if cfg.publish and cfg.preset == "shipped":
             save_adapter(common.ROOT / "assets" / f"adapter_{cfg.kernel}.safetensors", adapter,
                          torch.float16, step=done, vocab=tokenizer.fingerprint)
-            draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, references,
+            draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, rows_after,
                      cfg.kernel)
     frozen, path = references["frozen"], os.path.relpath(folder, common.ROOT)
     with_flags = "" if cfg.weights == "small" else f" --weights {cfg.weights} --vocab {cfg.vocab}"

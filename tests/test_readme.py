@@ -42,7 +42,8 @@ def adapters():
 def spread():
     rows = []
     for run, flags in (("norm", "(default)"), ("plain", "--no-mlp-norm"),
-                       ("default", "--no-mlp-norm --init default")):
+                       ("default", "--no-mlp-norm --init default"), ("norm4", "--lr 4e-3"),
+                       ("plain4", "--lr 4e-3 --no-mlp-norm")):
         metrics = result(f"train/mlp_chebyshev_{run}")["metrics"]
         start, end, m = *metrics["spread"].values(), metrics["rows"]["chebyshev"]
         rows.append([f"`{flags}`", f"{start['hidden']:.4f}", f"{end['hidden']:.4f}",
