@@ -276,7 +276,8 @@ def main(cfg):
 
 def run(cfg, device, rank, world):
     began = time.time()
-    torch.set_float32_matmul_precision("high")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # Table 6
     tokenizer = make_tokenizer(cfg.vocab)
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
     backbone = load_backbone(cfg.weights, dtype, device)
