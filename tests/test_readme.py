@@ -29,14 +29,17 @@ def backbone():
 
 
 def adapters():
+    by_text = result("evaluate/small")["metrics"]
+    head = ["CART masked_mean / ELBO, nats per token"]
+    for text in by_text:
+        head += [text, f"{text}: gap"]
     rows = []
-    for data, scores in result("evaluate/small")["metrics"].items():
-        for name, m in scores.items():
+    for name in next(iter(by_text.values())):
+        rows.append([name])
+        for m in (scores[name] for scores in by_text.values()):
             gap = f"{m['gap']:+.4f} ± {m['gap_error']:.4f}" if "gap" in m else ""
-            rows.append([data, name, f"{m['cart']:.3f}", f"{m['elbo']:.4f}",
-                         f"{m['bits_per_byte']:.3f}", gap])
-    return table(["text", "predictor", "CART masked_mean", "ELBO, nats/token", "bits/byte",
-                  "gap to shuffled t, nats/token"], rows)
+            rows[-1] += [f"{m['cart']:.4f} / {m['elbo']:.4f}", gap]
+    return table(head, rows)
 
 
 def spread():
@@ -59,7 +62,11 @@ def scan():
 
 def rehearsal():
     m = result("train/rehearsal")["metrics"]
-    return table(list(m), [[f"{v:,.4g}" if isinstance(v, float) else v for v in m.values()]])
+    return table(["parameters", "loading", "memory for it", "training, bf16, length 512",
+                  "peak memory", "whole command"],
+                 [[f"{m['parameters']:,}", f"{m['load_seconds']:.1f} s",
+                   f"{m['load_bytes'] / 1e9:.2f} GB", f"{m['tokens_per_second']:.0f} tokens/s",
+                   f"{m['peak_bytes'] / 1e9:.2f} GB", f"{m['seconds']:.0f} s"]])
 
 
 TABLES = {f.__name__: f for f in (backbone, adapters, spread, scan, rehearsal)}
