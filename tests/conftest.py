@@ -1,7 +1,7 @@
-"""One thread unless the caller asked for more: sums then round alike on every machine."""
+"""One thread here and in child processes, unless the caller asked for more: sums round alike."""
 import os
 
 import torch
 
-if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
