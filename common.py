@@ -33,6 +33,11 @@ def rank_and_world():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def pick_device(name):
+    """The device of a setting: auto is cuda where torch sees a GPU, and cpu elsewhere."""
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def log(*parts):
     """Print on rank 0 only, without breaking a progress bar."""
     if rank_and_world()[0] == 0:

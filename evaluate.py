@@ -200,15 +200,17 @@ class Config:
     train: tuple[str, ...] = ("embedded",)       # text trained on: its unigram is the reference
     seqlen: int = 128
     windows: int = 200                           # per data set, evenly spaced
+    device: str = "auto"                         # "auto", "cpu" or "cuda"
     publish: bool = False                        # write results/evaluate/
     seed: int = 42
 
 
 def main(cfg):
     paths = cfg.adapter or sorted(map(str, (common.ROOT / "assets").glob("adapter_*.safetensors")))
-    tokenizer, model = make_tokenizer(cfg.vocab), load_backbone(cfg.weights)
+    device, tokenizer = common.pick_device(cfg.device), make_tokenizer(cfg.vocab)
+    model = load_backbone(cfg.weights, device=device)
     check_vocabulary(model, tokenizer)
-    env = common.banner("evaluate.py", cfg, "cpu", model)
+    env = common.banner("evaluate.py", cfg, device, model)
     train_ids = load_corpus(cfg.train, tokenizer, "train").ids
     result = {}
     for name, sources in named_sources(cfg.data).items():
@@ -216,7 +218,7 @@ def main(cfg):
         draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
         rows = reference_rows(model, draws, train_ids, tokenizer)
         for path in common.progress(paths, desc=name):
-            adapter, _ = load_adapter(path, model.config)
+            adapter, _ = load_adapter(path, model.config, device)
             label = Path(path).stem.removeprefix("adapter_")
             label = str(path) if label == "adapter" or label in rows else label
             rows[label] = score_adapter(model, adapter, draws)

@@ -258,9 +258,7 @@ def show_infilling(model, adapters, x0, tokenizer, seed, t=0.4):
 def main(cfg):
     rank, world = common.rank_and_world()
     check(cfg, world)
-    device = cfg.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = common.pick_device(cfg.device)
     cfg = dataclasses.replace(cfg, name=cfg.name or f"{cfg.preset}_{cfg.kernel}", device=device)
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
