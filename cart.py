@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common import ROOT, UserError, atomic_path, banner, run_cli, write_json
+from common import ROOT, UserError, banner, run_cli, save_figure, write_json
 
 REDUCTIONS = ("masked_mean", "sum", "weight_mean")
 
@@ -224,8 +224,7 @@ def draw_weights(path, generator, ps=(0.2, 0.45, 0.9), length=64):
     top.legend(ncols=len(ps), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     strip.imshow(masked[None].numpy(), cmap="Greys", vmin=0, vmax=1.3, aspect="auto")
     strip.set(yticks=[], xlabel="position i (dark: masked)")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+    save_figure(figure, path)
 
 
 def main(cfg):

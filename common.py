@@ -73,6 +73,12 @@ def atomic_path(path):
         temporary.unlink(missing_ok=True)
 
 
+def save_figure(figure, path):
+    """Write a matplotlib figure as PNG, atomically."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+
+
 def plain(value):
     """`value` as JSON holds it: dataclasses as dicts, NaN and infinity as null, the rest by str."""
     if dataclasses.is_dataclass(value):

@@ -148,9 +148,9 @@ def score_adapter(model, adapter, draws, modulate="full", seed=42):
             "gap_error": 1.96 * gaps.std().item() / math.sqrt(n) if n > 1 else math.nan}
 
 
-def reference_rows(model, draws, train_ids, tokenizer, n_choices=None):
+def reference_rows(model, draws, train_ids, tokenizer):
     """The rows every table carries: uniform, unigram (of the training text), frozen."""
-    choices = n_choices or tokenizer.vocab_size - len(tokenizer.special_ids)
+    choices = tokenizer.vocab_size - len(tokenizer.special_ids)
     uniform = torch.full((tokenizer.vocab_size,), -uniform_nats(choices))
     unigram = unigram_log_probs(train_ids, tokenizer.vocab_size, tokenizer.special_ids)
     return {"uniform": metrics(table_losses(uniform, draws), draws),

@@ -478,8 +478,7 @@ def main(cfg):
         figure.colorbar(image, ax=ax, shrink=0.8, label="log10 |m_ij|")
     folder = common.ROOT / ("figures" if cfg.publish else "runs/hydra_ssm")
     path = folder / "mixer_matrix.png"
-    with common.atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+    common.save_figure(figure, path)
     common.log(f"mixer matrix of layer {cfg.layer}: {path.relative_to(common.ROOT)}")
     return result
 

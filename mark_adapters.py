@@ -30,7 +30,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
 
-from common import ROOT, UserError, atomic_path, banner, publish, run_cli, write_json
+from common import ROOT, UserError, banner, publish, run_cli, save_figure, write_json
 from hydra_ssm import HydraConfig, Modulation
 
 C_DIM = 128                  # width of c_t, Table 7
@@ -439,8 +439,7 @@ def draw_modulation(adapters, cfg, path):
         ax.plot(t, adapter(t).A[cfg.layer, :, ::adapter.nheads // adapter.n_shifts][:, :3], lw=1)
         ax.set(title=f"{adapter.kernel}, {adapter_size(adapter) / 1e6:.2f} M", xlabel="t")
     axes[0].set_ylabel("shift of A_log (grey: within beta_A)")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+    save_figure(figure, path)
 
 
 def main(cfg):

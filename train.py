@@ -238,8 +238,7 @@ def draw_run(path, rows, table, kernel):
              title="gain over the frozen backbone")
     for ax in (loss, absolute, gain):
         ax.legend(frameon=False)
-    with common.atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+    common.save_figure(figure, path)
 
 
 def show_infilling(model, adapters, x0, tokenizer, seed, t=0.4):

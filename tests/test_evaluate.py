@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny import command, make_denoiser, write_inputs
+from tiny import command, make_denoiser
 
 import evaluate
 from checkpoint import save_adapter
@@ -18,13 +18,6 @@ from mark_adapters import make_adapter
 from text import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("evaluate")
-    write_inputs(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny import command, write_inputs
+from tiny import command
 
 import checkpoint
 import pretrain
@@ -19,14 +19,6 @@ from text import ByteTokenizer
 TOKENIZER = ByteTokenizer()
 RUN = ("--seqlen", 32, "--batch", 4, "--steps", 20, "--d-model", 32, "--n-layer", 2, "--d-state", 4,
        "--headdim", 16, "--save-every", 10, "--eval-windows", 30, "--lr", 0.02)
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretrain")
-    write_inputs(folder)
-    with tiny.root_at(folder):
-        yield folder
 
 
 def start(work, name, *more):

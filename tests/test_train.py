@@ -12,22 +12,13 @@ import pytest
 import tiny
 import torch
 from helpers import ROOT, write_released_layout
-from tiny import arguments, command, config, make_denoiser, run_split, write_inputs
+from tiny import arguments, command, config, make_denoiser, run_split
 
 import common
 import train
 from checkpoint import load_adapter
 from hydra_ssm import HydraConfig, load_backbone
 from text import ByteTokenizer
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A folder with the inputs, to which every run of this file writes."""
-    folder = tmp_path_factory.mktemp("train")
-    write_inputs(folder)
-    with tiny.root_at(folder):
-        yield folder
 
 
 @pytest.fixture(scope="module")
