@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import common
-from mark_adapters import make_adapter
+from mark_adapters import MarkAdapter, make_adapter
 
 
 def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
@@ -126,3 +126,21 @@ def load_adapter(path, config, device="cpu"):
                                "trained with")
     adapter.load_state_dict(state)
     return adapter.to(device), about
+
+
+def load_adapters(paths, config, device="cpu", mark_only=False):
+    """{label: adapter} of run folders and files; the shipped ones where `paths` is empty.
+
+    A label is the file's or the folder's name, or the whole path where two are alike. mark_only
+    raises UserError for an adapter that leaves the recurrence alone.
+    """
+    shipped = sorted((common.ROOT / "assets").glob("adapter_*.safetensors"))
+    adapters = {}
+    for path in map(Path, paths or shipped):
+        adapter, _ = load_adapter(path, config, device)
+        if mark_only and not isinstance(adapter, MarkAdapter):
+            raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
+                                   "recurrence alone; give a hypernet, chebyshev or dct adapter")
+        label = (path.parent if path.stem == "adapter" else path).stem.removeprefix("adapter_")
+        adapters[label if label not in adapters else str(path)] = adapter
+    return adapters

@@ -254,6 +254,32 @@ class HydraBert(nn.Module):
         return self.head(self.hidden(input_ids, modulation, attention_mask))
 
 
+@torch.no_grad()
+def scan_inputs(model, input_ids, modulation=None, attention_mask=None):
+    """What each layer's scan reads on ids (b, l), in order: [(dt, A, B, C, D), ...] of the layers.
+
+    Shapes as in chunk_scan.py. Runs the model once and each layer's projections a second time.
+    """
+    seen = []
+    hooks = [layer.mixer.register_forward_pre_hook(lambda mixer, args: seen.append((mixer, args)))
+             for layer in model.layers]
+    try:
+        model.hidden(input_ids, modulation, attention_mask)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    projected = ((mixer.project(*args), args[1].A) for mixer, args in seen)
+    return [(dt, A, B, C, D) for (_, _, dt, B, C, D), A in projected]
+
+
+def mixer_matrix(model, input_ids, layer):
+    """M of eq. 11, (h, l, l), of one layer on ids (l,): the scan's answer to each unit vector."""
+    dt, A, B, C, D = scan_inputs(model, input_ids[None])[layer]
+    l, cfg = len(input_ids), model.config
+    unit = torch.eye(l).view(1, l, 1, l).expand(1, l, cfg.nheads, l).to(B)           # b l h l
+    return bidirectional_scan(unit, dt, A, B, C, D, cfg.chunk_size)[0].movedim(1, 0)
+
+
 # ---- loading weights -----------------------------------------------------------------------------
 
 class HubFile(NamedTuple):
@@ -287,11 +313,8 @@ def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=
     under a 16-bit dtype. No pickled code is executed. Raises UserError, naming the tensor or what
     to do.
     """
-    path = SMALL if source == "small" else _fetch(source) if source in HUB_FILES else Path(source)
-    if not path.is_file():
-        raise common.UserError(f"weights: no file {path}; give a path, \"small\" or one of "
-                               f"{list(HUB_FILES)}")
-    state = _canonical(_read_tensors(path), path)
+    path = locate(source)
+    state = _canonical(read_tensors(path), path)
     rows = len(state["word_embeddings.weight"])
     vocab_size = vocab_size or (30522 if rows == 30528 else rows)
     if vocab_size > rows:
@@ -310,6 +333,15 @@ def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=
         state[name] = tensor.to(device, torch.float32 if keep else dtype, copy=True)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def locate(source):
+    """The file of `source`: shipped, fetched from the hub, or a path, which must exist."""
+    path = SMALL if source == "small" else _fetch(source) if source in HUB_FILES else Path(source)
+    if not path.is_file():
+        raise common.UserError(f"weights: no file {path}; give a path, \"small\" or one of "
+                               f"{list(HUB_FILES)}")
+    return path
 
 
 def check_vocabulary(model, tokenizer):
@@ -333,13 +365,19 @@ def infer_config(state):
         chunk_size=64 if d_inner // h >= 64 else 32)
 
 
+def canonical_name(key):
+    """A released or plain key as ours: layers.3.mixer.A_log."""
+    name = re.sub(r"^((model|module|_orig_mod)\.)+", "", key)
+    for pattern, replacement in RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def _canonical(state, path):
     """Released or plain keys -> ours, the tied decoder checked and dropped, no key unaccounted."""
     renamed = {}
     for key, tensor in state.items():
-        name = re.sub(r"^((model|module|_orig_mod)\.)+", "", key)
-        for pattern, replacement in RENAMES:
-            name = re.sub(pattern, replacement, name)
+        name = canonical_name(key)
         if name in renamed:
             raise common.UserError(f"{path}: two tensors for {name}, one of them {key}")
         if not torch.isfinite(tensor).all():
@@ -368,8 +406,8 @@ def _canonical(state, path):
     return renamed
 
 
-def _read_tensors(path):
-    """Key -> tensor from safetensors or a zipped torch file, without running any pickled code."""
+def read_tensors(path):
+    """Key -> tensor, mapped from a safetensors or zipped torch file; no pickled code is run."""
     try:
         if zipfile.is_zipfile(path):
             # Other entries of a composer checkpoint are pickled objects of packages nobody needs
@@ -430,20 +468,6 @@ class Config:
     layer: int = 3              # whose mixer matrix is drawn
     publish: bool = False       # draw into figures/ in place of runs/hydra_ssm/
     seed: int = 42
-
-
-@torch.no_grad()
-def mixer_matrix(model, input_ids, layer):
-    """M of eq. 11, (h, l, l), of one layer on ids (l,): the scan's answer to each unit vector."""
-    seen = []
-    mixer = model.layers[layer].mixer
-    hook = mixer.register_forward_pre_hook(lambda module, args: seen.append(args))
-    model.hidden(input_ids[None])
-    hook.remove()
-    (u, op, *_), l = seen[0], len(input_ids)
-    _, _, dt, B, C, D = mixer.project(u, op)
-    unit = torch.eye(l).view(1, l, 1, l).expand(1, l, mixer.config.nheads, l).to(u)  # b l h l
-    return bidirectional_scan(unit, dt, op.A, B, C, D, mixer.config.chunk_size)[0].movedim(1, 0)
 
 
 def main(cfg):

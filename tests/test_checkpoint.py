@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import common
-from checkpoint import (append_metrics, load_adapter, load_state, open_run, read_metrics,
-                        save_adapter, save_state)
+from checkpoint import (append_metrics, load_adapter, load_adapters, load_state, open_run,
+                        read_metrics, save_adapter, save_state)
+from hydra_ssm import load_backbone
 from mark_adapters import make_adapter
 
 KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")
@@ -101,6 +102,23 @@ def test_an_adapter_of_a_later_version_is_refused_in_one_line(tmp_path, change):
     save_file(dict(adapter.state_dict()), tmp_path / "a.safetensors", about)
     with pytest.raises(common.UserError):
         load_adapter(tmp_path / "a.safetensors", tiny.CONFIG)
+
+
+def test_adapters_are_labelled_by_their_file_or_run_and_none_is_lost(tmp_path):
+    paths = [tmp_path / "runs/first/adapter.safetensors", tmp_path / "adapter_dct.safetensors",
+             tmp_path / "other/dct.safetensors"]
+    for path, kernel in zip(paths, ("hypernet", "dct", "lora")):
+        save_adapter(path, make_adapter(kernel, tiny.CONFIG, mlp_dim=8))
+    found = load_adapters([str(paths[0].parent), *map(str, paths[1:])], tiny.CONFIG)
+    assert {label: adapter.kernel for label, adapter in found.items()} == {
+        "first": "hypernet", "dct": "dct", str(paths[2]): "lora"}
+    with pytest.raises(common.UserError, match="is lora, which leaves the recurrence alone"):
+        load_adapters(paths, tiny.CONFIG, mark_only=True)
+
+
+def test_the_shipped_adapters_are_the_default():
+    config = load_backbone("small").config
+    assert list(load_adapters((), config)) == ["chebyshev", "dct", "hypernet"]
 
 
 # ------------------------------------------------------------------------------------- last.pt

@@ -10,9 +10,9 @@ import pytest
 from helpers import ROOT
 
 READING_ORDER = (
-    "common", "chunk_scan", "text", "hydra_ssm", "mark_adapters", "cart", "data", "checkpoint",
-    "pretrain", "evaluate", "train", "sample", "certify", "markov", "synth_lpv", "bench",
-    "hrm_adapter")
+    "common", "chunk_scan_triton", "chunk_scan", "text", "hydra_ssm", "mark_adapters", "cart",
+    "data", "checkpoint", "pretrain", "evaluate", "sample", "train", "certify", "markov",
+    "synth_lpv", "bench", "hrm_adapter")
 FILES = sorted(ROOT.glob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
 MACHINE = re.compile(r"(?<![\w.])/(home|root|work|mnt|Users|scratch)/\w+|\.\./shared")

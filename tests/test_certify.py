@@ -1,0 +1,371 @@
+"""The certificate against exact arithmetic, random search and what adapters really do."""
+import copy
+import decimal
+import json
+import math
+
+import pytest
+import tiny
+import torch
+from helpers import write_composer_layout, write_released_layout
+from safetensors.torch import save_file
+
+import certify
+import hydra_ssm
+from checkpoint import save_adapter
+from common import UserError
+from data import load_corpus
+from evaluate import make_draws
+from mark_adapters import make_adapter
+from text import ByteTokenizer
+
+
+def exact_margin(A_log, beta, dt_min):
+    """1 - exp(-2 exp(A_log - beta) dt_min) in 60 digits."""
+    with decimal.localcontext(prec=60):
+        A_log, beta, dt_min = (decimal.Decimal(repr(v)) for v in (A_log, beta, dt_min))
+        return float(1 - (-2 * (A_log - beta).exp() * dt_min).exp())
+
+
+def uniform(low, high, *shape, seed=0):
+    return torch.empty(*shape).uniform_(low, high, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def model(work):
+    return hydra_ssm.load_backbone(work / "backbone.safetensors")
+
+
+def awake_adapter(config, kernel="chebyshev"):
+    torch.manual_seed(0)
+    return tiny.awake(make_adapter(kernel, config, mlp_dim=16, t_scale=30.0))
+
+
+# ------------------------------------------------------------------------------------ Algorithm 4
+
+@pytest.mark.parametrize("A_log, epsilon", [(0.0, 0.001212326), (-10.0, 5.5073e-8)])
+def test_the_margins_known_beforehand(A_log, epsilon):
+    found = certify.certify(torch.full((1, 1), A_log))
+    assert found.epsilon.item() == pytest.approx(epsilon, rel=1e-5)    # the digits given
+    assert found.certified
+
+
+def test_every_layer_is_right_to_the_last_digits():
+    A_log, beta, dt_min = uniform(-12, 4, 5, 7).double(), 0.3, 0.002
+    found = certify.certify(A_log, beta, dt_min)
+    for y, row in enumerate(A_log.tolist()):
+        margins = [exact_margin(v, beta, dt_min) for v in row]
+        assert found.epsilon[y].item() == pytest.approx(min(margins), rel=1e-13)  # a few roundings
+        assert found.head[y] == margins.index(min(margins))
+        rho = math.sqrt(1 - min(margins))
+        assert found.radius[y].item() == pytest.approx(rho, rel=1e-13)
+        assert found.distance[y].item() == pytest.approx(min(margins) / (1 + rho), rel=1e-13)
+        assert rho ** found.half_life[y].item() == pytest.approx(0.5, rel=1e-5)   # rho is near 1
+
+
+def test_no_point_of_the_rectangle_has_a_larger_radius_and_the_vertex_has_that_one():
+    A_log, beta, dt_min = uniform(-3, 3, 4, 6).double(), 0.5, 1e-3
+    found = certify.certify(A_log, beta, dt_min)
+    shift = uniform(-beta, beta, 2000, 4, 6, seed=1).double()
+    dt = dt_min * uniform(0, 12, 2000, 4, 6, seed=2).double().exp()     # to 160
+    radii = (-(A_log + shift).exp() * dt).clamp(min=-30).exp()
+    assert (radii.amax((0, 2)) <= found.radius).all()
+    vertex = (-(A_log - beta).exp() * dt_min).exp().amax(1)
+    torch.testing.assert_close(found.radius, vertex, rtol=1e-15, atol=0)
+
+
+def test_a_wider_shift_or_a_smaller_step_never_raises_the_margin():
+    A_log = uniform(-3, 3, 4, 6)
+    epsilons = [certify.certify(A_log, beta, dt).epsilon
+                for beta, dt in ((0, 1e-2), (0.1, 1e-2), (0.5, 1e-2), (0.5, 1e-3), (0.5, 1e-9))]
+    assert all((after < before).all() for before, after in zip(epsilons, epsilons[1:]))
+
+
+def test_bounds_of_each_head_are_as_good_as_those_of_the_worst():
+    A_log, beta, dt = (uniform(low, high, 2, 3, seed=seed)
+                       for seed, (low, high) in enumerate(((-3, 3), (0, 0.5), (0, 1))))
+    found = certify.certify(A_log, beta, dt)
+    for y in range(2):
+        margins = [exact_margin(*(v[y, h].item() for v in (A_log, beta, dt))) for h in range(3)]
+        assert found.epsilon[y].item() == pytest.approx(min(margins), rel=1e-12)
+
+
+def test_without_decay_nothing_is_certified():
+    assert not certify.certify(torch.zeros(2, 3), dt_min=0).certified
+    assert not certify.certify(torch.tensor([[0.0], [-800.0]])).certified   # exp underflows
+    assert certify.certify(torch.tensor([[0.0], [-700.0]])).certified
+    one_bad = torch.tensor([[1e-3, 1e-3], [1e-3, 0]])
+    assert certify.certify(torch.zeros(2, 2), dt_min=one_bad).epsilon.tolist()[1] == 0
+
+
+def test_a_step_decays_by_30_nats_at_most_as_in_the_scan():
+    assert certify.certify(torch.full((1, 1), 9.0), 0, 1.0).radius.item() == math.exp(-30)
+
+
+@pytest.mark.parametrize("A_log, beta, dt, said", [
+    (torch.tensor([[0.0], [math.nan]]), 0.5, 1e-3, "layer 1"),
+    (torch.tensor([[0.0], [0.0], [math.inf]]), 0.5, 1e-3, "layer 2"),
+    (torch.zeros(2, 2), torch.tensor([[0.5], [math.nan]]), 1e-3, "layer 1"),
+    (torch.zeros(2, 2), 0.5, -1e-3, "negative"),
+    (torch.zeros(0, 2), 0.5, 1e-3, "not empty"),
+    (torch.zeros(3), 0.5, 1e-3, "(layers, heads)"),
+    (torch.zeros(2, 2), torch.zeros(3, 2, 2), 1e-3, "broadcasts")])
+def test_what_is_no_recurrence_is_refused(A_log, beta, dt, said):
+    with pytest.raises(UserError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        certify.certify(A_log, beta, dt)
+
+
+# --------------------------------------------------------------------------------- B.1 in general
+
+def rotation(angle):
+    return torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]],
+                        dtype=torch.float64)
+
+
+def test_a_family_that_shrinks_every_vector_is_certified_by_the_identity():
+    A = torch.stack([0.9 * rotation(a) for a in (0.1, 1.0, 2.5)])
+    found = certify.aqs_certificate(A)
+    assert found.verdict == "certified" and torch.equal(found.P, torch.eye(2, dtype=torch.float64))
+    assert (found.epsilon, found.rho, found.M_A) == pytest.approx((0.19, 0.9, 1))
+
+
+def test_a_family_that_first_grows_needs_another_P():
+    A = torch.tensor([[[0.5, 2.0], [0.0, 0.5]], [[0.4, 1.5], [0.0, 0.6]]], dtype=torch.float64)
+    assert torch.linalg.matrix_norm(A, 2).max() > 2
+    assert certify.aqs_certificate(A, torch.eye(2)).verdict == "not found"
+    found = certify.aqs_certificate(A)
+    assert found.verdict == "certified" and found.M_A > 1
+    for v in A:     # the inequality, by plain loops
+        slack = [[found.P[i, j] - sum(v[k, i] * found.P[k, m] * v[m, j] for k in (0, 1)
+                                      for m in (0, 1)) for j in (0, 1)] for i in (0, 1)]
+        trace = slack[0][0] + slack[1][1] - 2 * found.epsilon
+        determinant = ((slack[0][0] - found.epsilon) * (slack[1][1] - found.epsilon)
+                       - slack[0][1] ** 2)
+        assert trace >= 0 and determinant >= -1e-9      # of a matrix that touches zero
+
+
+def test_products_of_interpolated_systems_stay_under_the_bound_of_lemma_b2():
+    A = torch.tensor([[[0.5, 2.0], [0.0, 0.5]], [[0.4, 1.5], [0.0, 0.6]]], dtype=torch.float64)
+    found, product = certify.aqs_certificate(A), torch.eye(2, dtype=torch.float64)
+    for k, weight in enumerate(uniform(0, 1, 40).tolist(), 1):
+        product = product @ (weight * A[0] + (1 - weight) * A[1])
+        assert torch.linalg.matrix_norm(product, 2) <= found.M_A * found.rho ** k * (1 + 1e-12)
+
+
+def test_an_unstable_vertex_rules_every_P_out():
+    A = torch.stack([0.5 * torch.eye(2), torch.diag(torch.tensor([1.0, 0.2]))])
+    assert certify.aqs_certificate(A).verdict == "none exists"
+
+
+def test_not_found_where_none_exists_and_where_one_does():
+    nilpotent = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    switched = torch.stack([nilpotent, nilpotent.T])    # each stable, their product has radius 4
+    assert certify.aqs_certificate(switched).verdict == "not found"
+    T = torch.diag(torch.tensor([1.0, 30.0], dtype=torch.float64))
+    slow = torch.diag(torch.tensor([0.99, 0.01], dtype=torch.float64))
+    slow = (slow, rotation(math.pi / 4) @ slow @ rotation(-math.pi / 4))  # along different axes
+    hidden = torch.stack([T.inverse() @ v @ T for v in slow])
+    assert certify.aqs_certificate(hidden).verdict == "not found"
+    assert certify.aqs_certificate(hidden, T.T @ T).verdict == "certified"
+
+
+@pytest.mark.parametrize("A, P", [
+    (torch.zeros(2, 2), None), (torch.zeros(0, 2, 2), None),
+    (torch.full((1, 1, 1), math.nan), None),
+    (torch.zeros(1, 2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]])),
+    (torch.zeros(1, 2, 2), torch.eye(3))])
+def test_what_is_no_family_or_no_P_is_refused(A, P):
+    with pytest.raises(UserError, match="aqs_certificate"):
+        certify.aqs_certificate(A, P)
+
+
+@pytest.mark.parametrize("scale, P", [(0.5, -1.0), (0.5, 0.0), (2.0, -1.0)])
+def test_a_P_that_is_not_positive_certifies_nothing(scale, P):
+    eye = torch.eye(2)
+    assert certify.aqs_certificate(scale * eye[None], P * eye).verdict == "not found"
+
+
+# ----------------------------------------------------------------------------------- reading a file
+
+def test_the_recurrence_of_every_layout_is_read(tmp_path):
+    state = write_released_layout(tmp_path / "composer.pt", tiny.CONFIG)
+    wanted = [torch.stack([state[f"model.bert.encoder.layer.{y}.layer.mixer.{name}"].double()
+                           for y in range(tiny.CONFIG.n_layer)]) for name in ("A_log", "dt_bias")]
+    save_file({k: v.clone() for k, v in state.items() if k.endswith(("A_log", "dt_bias"))},
+              tmp_path / "alone.safetensors")            # the rest of the model is not needed
+    for name in ("composer.pt", "alone.safetensors"):
+        assert all(map(torch.equal, certify.read_recurrence(tmp_path / name), wanted))
+
+
+def broken(change):
+    state = {f"layers.{y}.mixer.{name}": torch.zeros(4) for y in range(3)
+             for name in ("A_log", "dt_bias")}
+    change(state)
+    return state
+
+
+BROKEN = {
+    "layers.1.mixer.A_log is missing": lambda s: s.pop("layers.1.mixer.A_log"),
+    "layers.2.mixer.A_log is missing": lambda s: s.pop("layers.2.mixer.A_log"),
+    "layers.0.mixer.dt_bias is missing": lambda s: s.pop("layers.0.mixer.dt_bias"),
+    "layers.1.mixer.A_log is empty, NaN": lambda s: s["layers.1.mixer.A_log"].fill_(math.nan),
+    "layers.2.mixer.dt_bias is empty, NaN": lambda s: s["layers.2.mixer.dt_bias"].fill_(math.inf),
+    "layers.0.mixer.A_log is missing or of another size":
+        lambda s: s.update({"layers.0.mixer.A_log": torch.zeros(3)}),
+    "holds no Hydra layer": lambda s: (s.clear(), s.update(weight=torch.zeros(2)))}
+
+
+@pytest.mark.parametrize("said", BROKEN)
+def test_a_broken_file_is_named_with_what_it_lacks_and_status_2(work, said):
+    save_file(broken(BROKEN[said]), work / "broken.safetensors")
+    run = tiny.command("certify.py", "--weights", work / "broken.safetensors")
+    assert run.status == 2 and said in run.err and "broken.safetensors" in run.err
+    assert run.err.count("\n") == 1
+
+
+def test_an_empty_file_and_none_at_all_are_refused(work):
+    (work / "empty.pt").write_bytes(b"")
+    for name in ("empty.pt", "absent.pt"):
+        run = tiny.command("certify.py", "--weights", work / name)
+        assert run.status == 2 and name in run.err and run.err.count("\n") == 1
+
+
+def test_the_status_is_1_where_a_layer_does_not_certify(work):
+    save_file(broken(lambda s: s["layers.1.mixer.A_log"].fill_(-800)), work / "slow.safetensors")
+    run = tiny.command("certify.py", "--weights", work / "slow.safetensors")
+    assert run.status == 1 and "NOT certified: 2 of 3 layers" in run.out.splitlines()[-1]
+
+
+def test_a_pickled_checkpoint_runs_no_code(work):
+    state = {f"model.bert.encoder.layer.{y}.layer.mixer.{name}": torch.zeros(4) for y in range(2)
+             for name in ("A_log", "dt_bias")}
+    write_composer_layout(work / "composer.pt", state)
+    run = tiny.command("certify.py", "--weights", work / "composer.pt")
+    assert run.status == 0 and "certified: 2 of 2 layers" in run.out.splitlines()[-1]
+
+
+# -------------------------------------------------------------------- what the hypotheses rest on
+
+@pytest.mark.parametrize("kernel", ("hypernet", "chebyshev", "dct"))
+def test_the_reached_shift_bounds_a_finer_grid_and_never_passes_beta_A(model, kernel):
+    adapter = awake_adapter(model.config, kernel)
+    reached = certify.reached_shift(adapter, 8001)
+    with torch.no_grad():
+        finer = adapter(torch.linspace(0, 1, 40_000)).A.amin(1)
+        assert (reached <= finer).all()
+        assert (finer - reached).max() < 0.01           # 30 radians over [0, 1]: a smooth curve
+        coarse = certify.reached_shift(adapter, 7)      # neighbours differ by more than beta_A
+        assert (coarse >= -adapter.effective_magnitudes()[:, :1]).all()
+
+
+def test_an_untrained_adapter_reaches_nothing(model):
+    assert not certify.reached_shift(make_adapter("dct", model.config, mlp_dim=16)).any()
+
+
+def test_no_input_has_a_smaller_step_than_the_floor_and_one_has_it(model):
+    model, adapter = copy.deepcopy(model), awake_adapter(model.config)
+    h, d = model.config.nheads, model.config.d_model
+    with torch.no_grad():
+        for layer in model.layers:                       # the fixture's norms are the identity
+            layer.norm.weight.copy_(uniform(0.5, 2, d, seed=3))
+            layer.norm.bias.copy_(uniform(-1, 1, d, seed=4))
+        floor = certify.step_floor(model, adapter)
+        beta_dt = adapter.effective_magnitudes()[:, certify.MAGNITUDES.index("dt")]
+        norms = [model.embedding_norm, model.layers[0].norm]
+        for y, (layer, norm) in enumerate(zip(model.layers, norms)):
+            w = layer.mixer.in_proj.weight[-2 * h:]
+            worst = -(w * norm.weight)
+            worst = 1e3 * (worst - worst.mean(-1, keepdim=True))    # so large that eps is nothing
+            x = torch.cat([worst, torch.randn(5000, d, generator=torch.Generator().manual_seed(5))])
+            u = norm(x)                                  # in (2h + 5000) d
+            step = torch.nn.functional.softplus(
+                (u @ w.mT).unflatten(-1, (2, h)) + layer.mixer.dt_bias - beta_dt[y].abs())
+            lowest = step.amin((0, 1)).double()
+            assert (lowest >= floor[y] * (1 - 1e-5)).all()          # float32 beside float64
+            torch.testing.assert_close(lowest, floor[y], rtol=1e-4, atol=0)
+
+
+def text_draws(work, seqlen=40, n=9):
+    tokenizer = ByteTokenizer()
+    return make_draws(load_corpus(work / "text.txt", tokenizer), tokenizer, seqlen, n)
+
+
+def test_what_is_met_on_text_is_what_each_window_alone_shows(work, model):
+    adapter, draws = awake_adapter(model.config), text_draws(work)
+    draws.x0[3, 30:], draws.x_t[3, 30:] = draws.pad_id, draws.pad_id        # pads in one window
+    smallest, slowest, share = certify.met_on_text(model, adapter, draws, dt_min=0.05)
+    steps, rates = [], []
+    with torch.no_grad():
+        for x_t, x0, t in zip(draws.x_t, draws.x0, draws.t):
+            x_t = x_t[x0 != draws.pad_id][None]          # without its pads
+            layers = hydra_ssm.scan_inputs(model, x_t, adapter(t[None]))
+            steps.append(torch.stack([dt[0] for dt, *_ in layers]))          # y l 2 h
+            rates.append(torch.stack([-dt[0] * A[0] for dt, A, *_ in layers]))
+    steps, rates = torch.cat(steps, 1), torch.cat(rates, 1)
+    close = {"rtol": 1e-4, "atol": 0}                    # float32, in batches of another shape
+    torch.testing.assert_close(smallest, steps.amin((1, 2)).double(), **close)
+    torch.testing.assert_close(slowest, rates.amin((1, 2)).double(), **close)
+    assert share == pytest.approx((steps < 0.05).double().mean().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("kernel", ("hypernet", "chebyshev", "dct"))
+def test_realised_radii_never_exceed_the_certified_ones(work, model, kernel):
+    adapter, draws = awake_adapter(model.config, kernel), text_draws(work)
+    A_log = torch.stack([layer.mixer.A_log for layer in model.layers]).double()
+    found, met = certify.margins(A_log, model, adapter, draws, dt_min=1e-9)
+    assert tuple(found) == certify.HYPOTHESES and all(c.certified for c in found.values())
+    assert (met["dt"] > 1e-9).all()                      # so that all five hypotheses hold
+    for certificate in found.values():
+        assert (met["radius"] <= certificate.radius + 1e-7).all()           # float32 beside 1
+    # Elsewhere, only "any text" is bound to hold.
+    other = make_draws(load_corpus(work / "text.txt", ByteTokenizer()), ByteTokenizer(), 24, 30, 7)
+    other.x_t = torch.randint(260, other.x_t.shape, generator=torch.Generator().manual_seed(8))
+    _, slowest, _ = certify.met_on_text(model, adapter, other)
+    assert ((-slowest).exp().amax(-1) <= found["any text"].radius + 1e-7).all()
+    assert (found["any text"].epsilon <= found["this text"].epsilon).all()
+    assert (found["paper"].epsilon <= found["own beta_A"].epsilon).all()
+    assert (found["own beta_A"].epsilon <= found["reached"].epsilon).all()
+
+
+# ----------------------------------------------------------------------------------- the command
+
+def write_adapter(work, kernel, name):
+    save_adapter(work / name, awake_adapter(tiny.CONFIG, kernel))
+    return work / name
+
+
+def arguments(work, *adapters):
+    return ("--weights", work / "backbone.safetensors", "--data", work / "text.txt", "--seqlen", 24,
+            "--windows", 5, *(("--adapter", *adapters) if adapters else ()))
+
+
+def test_the_command_prints_every_layer_and_leaves_its_numbers_and_figure(work):
+    run = tiny.command("certify.py", *arguments(work, write_adapter(work, "dct", "dct.safetensors")))
+    assert run.status == 0, run.err
+    assert "certified: 2 of 2 layers, least margin epsilon" in run.out.splitlines()[-1]
+    metrics = json.loads((work / "runs/certify/result.json").read_text())["metrics"]
+    assert metrics["certified"] and metrics["table"] in run.out
+    assert len(metrics["backbone"]["epsilon"]) == tiny.CONFIG.n_layer
+    adapter = metrics["adapters"]["dct"]
+    assert adapter["table"] in run.out and set(adapter["margins"]) == set(certify.HYPOTHESES)
+    assert (work / "runs/certify/fig1_certificate.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("dt_min, loud", [("1.0", True), ("1e-12", False)])
+def test_a_broken_hypothesis_is_said_out_loud(work, dt_min, loud):
+    path = write_adapter(work, "hypernet", "hypernet.safetensors")
+    run = tiny.command("certify.py", *arguments(work, path), "--dt-min", dt_min)
+    assert run.status == 0 and ("!! hypernet: Delta falls to" in run.out) == loud
+    assert ("do not hold on this text" in run.out) == loud
+
+
+def test_a_backbone_of_ones_own_is_certified_without_an_adapter(work):
+    for none in ((), ("none",)):
+        run = tiny.command("certify.py", *arguments(work, *none))
+        assert run.status == 0 and "hypotheses" not in run.out
+
+
+def test_an_adapter_that_leaves_the_recurrence_alone_is_refused(work):
+    path = write_adapter(work, "inject", "i.safetensors")
+    run = tiny.command("certify.py", *arguments(work, path))
+    assert run.status == 2 and "inject" in run.err and run.err.count("\n") == 1
