@@ -275,9 +275,13 @@ class Windows:
         window[:len(ids)] = ids
         return window
 
-    def evenly(self, n):
-        """n windows at even distances, or all where there are fewer -> (n, l) int64 tensor."""
-        at = np.linspace(0, len(self) - 1, min(n, len(self))).round().astype(int)
+    def evenly(self, n, phase=0.5):
+        """n windows at even distances, or all where there are fewer -> (n, l) int64 tensor.
+
+        phase in [0, 1): where in its n-th of the corpus a window is taken.
+        """
+        n = min(n, len(self))
+        at = ((np.arange(n) + phase) * len(self) / n).astype(int)
         return torch.from_numpy(np.stack([self[i] for i in at]))
 
 
@@ -296,11 +300,12 @@ class DiffusionDataset(torch.utils.data.Dataset):
     A pure function of k: any split over ranks, micro-batches and workers gives the same samples,
     and a resumed run needs no random state. Windows come in a new permutation each epoch.
     t ~ U(0, 1) per sequence; `stratified` puts one in each of global_batch equal intervals, in
-    random order. Then t is clipped to [t_min, t_max]; pretraining masks at one rate, t_min = t_max.
+    random order. t_hole is an interval that no t falls into; the others are stretched over the
+    rest. Then t is clipped to [t_min, t_max]; pretraining masks at one rate, t_min = t_max.
     """
     def __init__(self, windows, tokenizer, global_batch, steps, seed, t_min=1e-3, t_max=1.0,
-                 stratified=False):
-        self.windows, self.tokenizer = windows, tokenizer
+                 stratified=False, t_hole=(0.0, 0.0)):
+        self.windows, self.tokenizer, self.t_hole = windows, tokenizer, t_hole
         self.global_batch, self.steps, self.seed = global_batch, steps, seed
         self.t_min, self.t_max, self.stratified, self.epoch = t_min, t_max, stratified, None
 
@@ -321,7 +326,9 @@ class DiffusionDataset(torch.utils.data.Dataset):
         if self.stratified:  # global_batch is no sample's slot
             strata = noise_generator(self.seed, step, self.global_batch)
             t = (torch.randperm(self.global_batch, generator=strata)[slot] + t) / self.global_batch
-        t = t.clamp(self.t_min, self.t_max)
+        hole = self.t_hole[1] - self.t_hole[0]
+        t = t * (1 - hole)
+        t = (t + hole * (t >= self.t_hole[0])).clamp(self.t_min, self.t_max)
         x0 = torch.from_numpy(self.windows[int(self.order[place])])                    # l
         maskable = maskable_tokens(x0, self.tokenizer)
         x_t, masked = corrupt(x0, t, self.tokenizer.mask_id, maskable, noise)          # l

@@ -1,12 +1,15 @@
-"""Scoring a denoiser on held-out text: CART, ELBO, cross-entropy by t, trivial guesses (4.4, C.3).
+"""Scoring a denoiser on held-out text: CART, ELBO, cross-entropy by t, controls (4.4, C.3).
 
 Run:      python evaluate.py          (the shipped adapters on the embedded held-out text, 1 minute)
 Last line: "wrote runs/evaluate/result.json"
 
 Every row of a table sees the same windows, the same t and the same masks, so that two rows differ
-by the predictor alone. Each window is drawn twice: masked with probability t, t stratified over
-(0, 1), for the CART loss and the cross-entropy by t; and with exactly k of its tokens masked, k
-stratified over 1..M, for
+by the predictor alone and their difference has its own, paired interval. A cell is the mean over
+seeds +- 1.96 standard errors; each seed draws its own windows, t and masks. An adapter has two
+control rows: told another window's t ("shuffled t"), and always told 0.5 ("constant t").
+
+Each window is drawn twice: masked with probability t, t stratified over (0, 1), for the CART loss
+and the cross-entropy by t; and with exactly k of its tokens masked, k stratified over 1..M, for
 
     -log p(x_0) <= E_k [ M / k  sum over masked i of -log p(x_0,i | x_t, t = k / M) ]        (nats)
 
@@ -18,8 +21,9 @@ Symbols:  t       what the adapter is told: the masking probability, or k / M
 Differs from the paper: it reports the CART loss alone. A uniform guess scores ln(v) / 3 there.
 """
 import dataclasses
+import itertools
 import math
-from pathlib import Path
+import statistics
 
 import torch
 import torch.distributed as dist
@@ -27,7 +31,7 @@ import torch.distributed as dist
 import common
 from cart import (cart_weights, corrupt, corrupt_exactly, masked_cross_entropy, unigram_log_probs,
                   uniform_nats)
-from checkpoint import load_adapter
+from checkpoint import load_adapters
 from data import (Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
                   noise_generator)
 from hydra_ssm import check_vocabulary, load_backbone
@@ -50,8 +54,9 @@ class Draws:
 
 
 def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
-    """Draws of n_windows evenly spaced windows of a corpus (all of them, where it has fewer)."""
-    x0 = Windows(corpus, seqlen, tokenizer.pad_id).evenly(n_windows)                   # n l
+    """Draws of n_windows even windows of a corpus, or of all; a seed has its own windows too."""
+    phase = torch.rand((), generator=noise_generator(seed, -2)).item()
+    x0 = Windows(corpus, seqlen, tokenizer.pad_id).evenly(n_windows, phase)            # n l
     maskable = maskable_tokens(x0, tokenizer)
     x0, maskable = x0[maskable.any(-1)], maskable[maskable.any(-1)]
     n, M, noise = len(x0), maskable.sum(-1), noise_generator(seed, n_windows)
@@ -102,8 +107,8 @@ def table_losses(log_probs, draws):
 
 def metrics(losses, draws):
     """From row losses: CART under each reduction ("cart": masked_mean, "cart_weight_mean", and
-    "cart_sum" in nats per window), the ELBO in nats per token and in bits per byte, and by bin of t
-    the cross-entropy in nats per masked token.
+    "cart_sum" in nats per window), the ELBO in nats per token, in bits per byte and as perplexity,
+    and by bin of t the cross-entropy in nats per masked token.
     """
     n = len(draws.t) // 2
     ce, weighted = losses[:n].unbind(-1)
@@ -116,6 +121,7 @@ def metrics(losses, draws):
             "cart_weight_mean": (weighted.sum() / w_sum.sum()).item(),
             "cart_sum": (weighted.sum() / n).item(),
             "elbo": nats, "bits_per_byte": nats * draws.tokens_per_byte / math.log(2),
+            "perplexity": math.exp(nats),
             "by_t": (total[0] / total[1]).tolist()}
 
 
@@ -169,24 +175,109 @@ def format_table(rows):
     return "\n".join(lines)
 
 
-@torch.no_grad()
-def infill(model, adapter, ids, tokenizer, steps=16):
-    """Fill the [MASK]s of ids (l,), the surest first, in `steps` passes; t is the masked share."""
-    ids, special = ids.clone(), list(tokenizer.special_ids)
-    maskable, real = maskable_tokens(ids, tokenizer).sum(), ids[None] != tokenizer.pad_id
-    for step in range(steps, 0, -1):
-        holes = (ids == tokenizer.mask_id).nonzero().flatten()
-        if not len(holes):
-            break
-        t = torch.tensor([len(holes) / maskable], dtype=torch.float32, device=ids.device)
-        modulation = None if adapter is None else adapter(t)
-        hidden = model.hidden(ids[None], modulation, real)[0]                          # l d
-        logits = model.head(hidden[holes]).float()
-        logits[:, special] = -math.inf
-        certainty, best = logits.log_softmax(-1).max(-1)
-        now = certainty.topk(math.ceil(len(holes) / step)).indices
-        ids[holes[now]] = best[now]
-    return ids
+# ---- tables over seeds and data sets -------------------------------------------------------------
+
+
+def controls(t, seed):
+    """{what a row's name ends in: the t that the adapter is told}."""
+    return {"": t, ", shuffled t": shuffled(t, seed), ", constant t": torch.full_like(t, 0.5)}
+
+
+def score(model, adapters, corpora, tokenizer, seqlen, windows, seeds, train_ids=None,
+          modes=("full",)):
+    """{data set: {row: {metric: [one value per seed]}}} of {label: adapter} on {name: Corpus}.
+
+    train_ids: the text whose unigram is a row; None leaves the three reference rows out. modes: of
+    Modulation.keep; the controls go with the first, the others add a row "label, mode".
+    """
+    result = {name: {} for name in corpora}
+    cells = list(itertools.product(corpora.items(), seeds))
+    for (name, corpus), seed in common.progress(cells, desc="scoring"):
+        draws = make_draws(corpus, tokenizer, seqlen, windows, seed)
+        rows = {} if train_ids is None else reference_rows(model, draws, train_ids, tokenizer)
+        for label, adapter in adapters.items():
+            asked = [(ending, t, modes[0]) for ending, t in controls(draws.t, seed).items()]
+            for ending, t, mode in asked + [(f", {mode}", draws.t, mode) for mode in modes[1:]]:
+                losses = sequence_losses(model, adapter, draws, t=t, modulate=mode)
+                rows[label + ending] = metrics(losses, draws)
+        for row, scores in rows.items():
+            for metric, value in scores.items():
+                result[name].setdefault(row, {}).setdefault(metric, []).append(value)
+    return result
+
+
+def mean_error(values):
+    """(mean, 1.96 standard errors); the error of a single value is NaN."""
+    error = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def columns(result, metric, row, minus=None):
+    """Of each data set, then of their average: the value of a row at each seed, or what is left
+    of it after that of the row `minus` at the same seed.
+    """
+    lists = [[a - b for a, b in zip(rows[row][metric], rows[minus][metric])] if minus
+             else rows[row][metric] for rows in result.values()]
+    return [*lists, [statistics.fmean(values) for values in zip(*lists)]]
+
+
+def score_table(result, metric, rows, digits=4):
+    """Markdown; rows: {label: the arguments (row, minus) of `columns`}."""
+    names = [*result, "Avg."]
+    lines = ["| | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    for label, pair in rows.items():
+        cells = [mean_error(values) for values in columns(result, metric, *pair)]
+        lines.append(f"| {label} | " + " | ".join(
+            f"{mean:{'+' if len(pair) > 1 else ''}.{digits}f}"
+            + (" (n/a)" if math.isnan(error) else f" ± {error:.{digits}f}")
+            for mean, error in cells) + " |")
+    return "\n".join(lines)
+
+
+def comparisons(labels):
+    """{label: (row, minus)} of the paired differences that a table of `labels` carries."""
+    pairs = {}
+    for label in labels:
+        pairs[f"{label}, gain over frozen"] = ("frozen", label)
+        pairs[f"{label}, cost of a shuffled t"] = (f"{label}, shuffled t", label)
+        pairs[f"{label}, cost of a constant t"] = (f"{label}, constant t", label)
+    return pairs
+
+
+def tables(result, labels):
+    """{title: Markdown} of a `score` with references."""
+    rows = {row: (row,) for row in next(iter(result.values()))}
+    return {"CART masked_mean, nats": score_table(result, "cart", rows),
+            "ELBO, nats per token": score_table(result, "elbo", rows),
+            "ELBO, paired differences": score_table(result, "elbo", comparisons(labels))}
+
+
+def draw_scores(result, labels, path):
+    """Paired differences to the frozen backbone: ELBO by data set, cross-entropy by t."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    gains, by_t = figure.subplots(1, 2, width_ratios=(3, 2))
+    names = [*result, "Avg."]
+    endings = [(ending, marker) for ending, marker in zip(controls(torch.zeros(2), 0), "osx")]
+    for i, label in enumerate(labels):
+        for j, (ending, marker) in enumerate(endings):
+            cells = [mean_error(v) for v in columns(result, "elbo", "frozen", label + ending)]
+            x = [k + (i - len(labels) / 2 + 0.2 + 0.2 * j) * 0.8 / len(labels)
+                 for k in range(len(names))]
+            gains.errorbar(x, *zip(*cells), fmt=marker, ms=5, color=f"C{i}", lw=1,
+                           mfc="none" if ending else None, label=label + ending)
+        curves = [[statistics.fmean(f - a for f, a in zip(*pair)) for pair in zip(
+            *(zip(*rows[row]["by_t"]) for row in ("frozen", label)))] for rows in result.values()]
+        by_t.plot([(k + 0.5) / BINS for k in range(BINS)],
+                  [statistics.fmean(v) for v in zip(*curves)], "o-", ms=3, label=label)
+    gains.set_xticks(range(len(names)), names)
+    gains.set(ylabel="ELBO gained over frozen\n(nats per token)", title="by data set")
+    by_t.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
+             title="by t, average over data sets")
+    for ax in (gains, by_t):
+        ax.axhline(0, color="k", lw=0.8)
+    figure.legend(*gains.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    common.save_figure(figure, path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,39 +289,47 @@ class Config:
     weights: str = "small"                       # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"                         # "bytes", "bert-base-uncased" or a vocab.txt
     train: tuple[str, ...] = ("embedded",)       # text trained on: its unigram is the reference
+    modulate: str = "full"                       # Table 2: what the adapter may reach
     seqlen: int = 128
-    windows: int = 200                           # per data set, evenly spaced
+    windows: int = 40                            # of a data set, per seed; evenly spaced
+    seeds: int = 3                               # 42, 142, ...; 10 in the paper's tables
     device: str = "auto"                         # "auto", "cpu" or "cuda"
-    publish: bool = False                        # write results/evaluate/
-    seed: int = 42
+    publish: bool = False                        # also write results/evaluate/ and figures/
+    seed: int = 42                               # the first of the seeds
 
 
 def main(cfg):
-    paths = cfg.adapter or sorted(map(str, (common.ROOT / "assets").glob("adapter_*.safetensors")))
+    if min(cfg.seeds, cfg.windows, cfg.seqlen) < 1:
+        raise common.UserError(f"--seeds {cfg.seeds}, --windows {cfg.windows}, --seqlen "
+                               f"{cfg.seqlen}: need at least 1 of each")
     device, tokenizer = common.pick_device(cfg.device), make_tokenizer(cfg.vocab)
     model = load_backbone(cfg.weights, device=device)
     check_vocabulary(model, tokenizer)
+    adapters = load_adapters(cfg.adapter, model.config, device)
     env = common.banner("evaluate.py", cfg, device, model)
-    train_ids = load_corpus(cfg.train, tokenizer, "train").ids
-    result = {}
-    for name, sources in named_sources(cfg.data).items():
-        corpus = load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
-        draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
-        rows = reference_rows(model, draws, train_ids, tokenizer)
-        for path in common.progress(paths, desc=name):
-            adapter, _ = load_adapter(path, model.config, device)
-            label = Path(path).stem.removeprefix("adapter_")
-            label = str(path) if label == "adapter" or label in rows else label
-            rows[label] = score_adapter(model, adapter, draws)
-            rows[f"{label}, shuffled t"] = rows[label].pop("shuffled_t")
-        result[name] = rows
-        common.log(f"\n{name}: {len(draws.t) // 2} windows of {cfg.seqlen}\n\n"
-                   f"{format_table(rows)}\n")
-    out = common.ROOT / "runs" / "evaluate" / "result.json"
+    corpora = {name: load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
+               for name, sources in named_sources(cfg.data).items()}
+    seeds = [cfg.seed + 100 * i for i in range(cfg.seeds)]
+    result = score(model, adapters, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds,
+                   load_corpus(cfg.train, tokenizer, "train").ids, (cfg.modulate,))
+    used = {}
+    for name, corpus in corpora.items():
+        total = len(Windows(corpus, cfg.seqlen, tokenizer.pad_id))
+        used[name] = f"{min(cfg.windows, total):,} of {total:,} windows of {cfg.seqlen} per seed"
+        common.log(f"{name}: {used[name]}")
+    found = tables(result, adapters)
+    for title, table in found.items():
+        common.log(f"\n{title}; mean ± 1.96 standard errors, n = {cfg.seeds} seeds\n\n{table}")
+    folder = common.ROOT / "runs" / "evaluate"
+    figure = (common.ROOT / "figures" if cfg.publish else folder) / "table1_scores.png"
+    draw_scores(result, list(adapters), figure)
+    result = {"scores": result, "tables": found, "windows": used, "seeds": seeds}
+    out = folder / "result.json"
     common.write_json(out, {"metrics": result, "config": cfg})
     if cfg.publish:
         out = common.publish("evaluate", "small", result, cfg, env)
-    common.log(f"wrote {out.relative_to(common.ROOT)}")
+    common.log(f"\nfigure: {figure.relative_to(common.ROOT)}\nwrote "
+               f"{out.relative_to(common.ROOT)}")
     return result
 
 

@@ -31,9 +31,10 @@ from cart import cart_loss, cart_weights, corrupt, elbo_weights, masked_cross_en
 from checkpoint import append_metrics, load_state, open_run, read_metrics, save_adapter, save_state
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   noise_generator)
-from evaluate import format_table, infill, make_draws, reference_rows, score_adapter
+from evaluate import format_table, make_draws, reference_rows, score_adapter
 from hydra_ssm import MODES, check_vocabulary, load_backbone
 from mark_adapters import KERNELS, adapter_size, make_adapter, modulation_spread
+from sample import unmask
 from text import find_files, make_tokenizer
 
 
@@ -62,6 +63,7 @@ class Config:
     weighting: str = "cart"         # "cart" (eq. 22) or "elbo" (1/t, eq. 13)
     cart_p: float = 0.45
     stratified: bool = False        # one t in each of global_batch equal intervals
+    t_hole: tuple[float, float] = (0.0, 0.0)  # an interval of t that is left out of training
     modulate: str = "full"          # what the adapter may reach: the columns of Table 2
     n_shifts: int | None = None     # outputs for each of A, dt, D; default: 12 if that divides h
     mlp_dim: int = 64               # width of the adapter's MLP; 256 in the paper
@@ -200,6 +202,8 @@ def check(cfg, world):
             need(flag, getattr(cfg, flag), "at least 1")
     if cfg.global_batch < world:
         need("global_batch", cfg.global_batch, f"at least one sequence for each of {world} ranks")
+    if not 0 <= cfg.t_hole[0] <= cfg.t_hole[1] < 1:
+        need("t_hole", cfg.t_hole, "two times, 0 <= a <= b < 1")
     if cfg.max_steps > cfg.steps:
         need("max_steps", cfg.max_steps, f"at most --steps, {cfg.steps}")
     if cfg.device == "cuda" and not torch.cuda.is_available():
@@ -249,12 +253,13 @@ def show_infilling(model, adapters, x0, tokenizer, seed, t=0.4):
     common.log(f"  {'masked':>10}: {' '.join(tokenizer.decode(x_t).split())}")
     for name, adapter in adapters.items():
         device = model.word_embeddings.weight.device
-        filled = infill(model, adapter, x_t.to(device), tokenizer).cpu()
+        filled = unmask(model, adapter, x_t[None].to(device), tokenizer, 16, temperature=0)[0].cpu()
         right = (filled[masked] == x0[masked]).float().mean()
         common.log(f"  {name:>10}: {' '.join(tokenizer.decode(filled).split())}  ({right:.0%})")
 
 
-def main(cfg):
+def main(cfg, backbone=None):
+    """Train and score an adapter; backbone: a HydraBert in place of the one of cfg.weights."""
     rank, world = common.rank_and_world()
     check(cfg, world)
     device = common.pick_device(cfg.device)
@@ -265,19 +270,19 @@ def main(cfg):
     if world > 1:
         dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
     try:
-        return run(cfg, torch.device(device), rank, world)
+        return run(cfg, torch.device(device), rank, world, backbone)
     finally:
         if world > 1:
             dist.destroy_process_group()
 
 
-def run(cfg, device, rank, world):
+def run(cfg, device, rank, world, backbone=None):
     began = time.time()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # Table 6
     tokenizer = make_tokenizer(cfg.vocab)
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    backbone = load_backbone(cfg.weights, dtype, device)
+    backbone = backbone or load_backbone(cfg.weights, dtype, device)
     backbone.checkpointing = cfg.checkpointing
     check_vocabulary(backbone, tokenizer)
     torch.manual_seed(cfg.seed)  # the adapter's first weights; nothing else draws from this stream
@@ -319,7 +324,7 @@ def run(cfg, device, rank, world):
     common.log(f"\nbefore (nats):\n\n{format_table(references)}\n")
 
     dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
-                               stratified=cfg.stratified)
+                               stratified=cfg.stratified, t_hole=cfg.t_hole)
     loader = DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
                         num_workers=cfg.workers, pin_memory=device.type == "cuda",
                         worker_init_fn=ignore_signals)

@@ -340,7 +340,8 @@ def arguments(work, *adapters):
 
 
 def test_the_command_prints_every_layer_and_leaves_its_numbers_and_figure(work):
-    run = tiny.command("certify.py", *arguments(work, write_adapter(work, "dct", "dct.safetensors")))
+    path = write_adapter(work, "dct", "dct.safetensors")
+    run = tiny.command("certify.py", *arguments(work, path))
     assert run.status == 0, run.err
     assert "certified: 2 of 2 layers, least margin epsilon" in run.out.splitlines()[-1]
     metrics = json.loads((work / "runs/certify/result.json").read_text())["metrics"]

@@ -309,6 +309,18 @@ def test_t_is_uniform_and_its_mask_has_that_share(corpus):
     assert abs(z) < 4  # of a sum of independent Bernoulli draws
 
 
+def test_no_t_falls_into_the_hole_and_the_rest_is_even(corpus):
+    def times(**how):
+        items = dataset(corpus, global_batch=16, steps=60, t_min=0.0, **how)
+        return torch.stack([item["t"] for item in items])
+
+    whole, holed = times(), times(t_hole=(0.4, 0.6))
+    assert ((holed < 0.4) | (holed >= 0.6)).all()
+    expected = torch.where(0.8 * whole < 0.4, 0.8 * whole, 0.8 * whole + 0.2)
+    torch.testing.assert_close(holed, expected, rtol=1e-6, atol=0)
+    assert torch.equal(whole, times(t_hole=(0.0, 0.0)))
+
+
 def test_stratified_t_falls_once_into_each_interval_of_the_global_batch(corpus):
     items = dataset(corpus, global_batch=16, steps=30, stratified=True, t_min=0.0)
     t = torch.stack([i["t"] for i in items]).reshape(30, 16)
@@ -466,6 +478,8 @@ def test_what_was_trained_on_is_scored_on_its_held_out_part_only(tmp_path):
 def test_windows_at_even_distances_reach_both_ends_and_repeat_none():
     corpus = data.Corpus(np.arange(95, dtype=np.uint16), 95, 0, "bytes")
     windows = data.Windows(corpus, 10, 256)
-    assert windows.evenly(4)[:, 0].tolist() == [0, 30, 60, 90]
+    assert windows.evenly(5)[:, 0].tolist() == [10, 30, 50, 70, 90]
+    assert windows.evenly(5, 0)[:, 0].tolist() == [0, 20, 40, 60, 80]
+    assert windows.evenly(4, 0.9)[:, 0].tolist() == [20, 40, 70, 90]
     assert windows.evenly(99)[:, 0].tolist() == list(range(0, 100, 10))
     assert windows.evenly(1).shape == (1, 10)

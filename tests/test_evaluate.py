@@ -3,6 +3,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,9 +27,15 @@ def denoiser(work):
 
 
 @pytest.fixture(scope="module")
-def draws(work):
-    """9 windows of 40, of which the last is padded."""
-    corpus = load_corpus(work / "text.txt", TOKENIZER)
+def corpus(work):
+    """The first 345 tokens of the text: windows of 40 are 9, the last of them padded."""
+    ids = load_corpus(work / "text.txt", TOKENIZER).ids[:345]
+    n_docs = int((ids == TOKENIZER.sep_id).sum())
+    return Corpus(ids, len(ids) - n_docs, n_docs, "bytes")
+
+
+@pytest.fixture(scope="module")
+def draws(corpus):
     draws = evaluate.make_draws(corpus, TOKENIZER, 40, 9)
     assert (draws.x0 == TOKENIZER.pad_id).any() and (draws.x0 == TOKENIZER.sep_id).any()
     return draws
@@ -144,14 +151,15 @@ def test_every_metric_is_the_loop_that_its_name_says(draws, denoiser):
                 which[0], which[1] = which[0] + ce[i].item(), which[1] + 1
     expected = {"cart": weighted / masked, "cart_weight_mean": weighted / w_sum,
                 "cart_sum": weighted / n, "elbo": elbo / tokens,
-                "bits_per_byte": elbo / tokens / math.log(2)}  # one byte a token
+                "bits_per_byte": elbo / tokens / math.log(2),  # one byte a token
+                "perplexity": math.exp(elbo / tokens)}
     for key, value in expected.items():  # the model runs in float32
         assert got[key] == pytest.approx(value, rel=1e-5), key
     for value, (total, count) in zip(got["by_t"], bins):
         assert math.isnan(value) if not count else value == pytest.approx(total / count, rel=1e-5)
 
 
-def test_draws_mask_what_they_say_and_repeat(work, draws):
+def test_draws_mask_what_they_say_and_repeat(corpus, draws):
     n, maskable = len(draws.t) // 2, draws.x0 < 256
     assert n == 9 and torch.equal(draws.x0[:n], draws.x0[n:])
     assert torch.equal(draws.masked, draws.x_t == TOKENIZER.mask_id)
@@ -164,8 +172,8 @@ def test_draws_mask_what_they_say_and_repeat(work, draws):
     least = draws.maskable.min().item()
     for i, share in enumerate(((k - 1) / draws.maskable[n:]).sort().values.tolist()):
         assert i / n - 1 / least <= share < (i + 1) / n  # and one k, up to its being an integer
-    again = evaluate.make_draws(load_corpus(work / "text.txt", TOKENIZER), TOKENIZER, 40, 9)
-    other = evaluate.make_draws(load_corpus(work / "text.txt", TOKENIZER), TOKENIZER, 40, 9, seed=1)
+    again = evaluate.make_draws(corpus, TOKENIZER, 40, 9)
+    other = evaluate.make_draws(corpus, TOKENIZER, 40, 9, seed=1)
     assert torch.equal(again.x_t, draws.x_t) and not torch.equal(other.x_t, draws.x_t)
 
 
@@ -282,55 +290,81 @@ def test_shuffling_gives_every_sequence_another_ones_t_of_its_own_half(n):
             assert not (got == t).any()
 
 
-# -------------------------------------------------------------------------------------- infilling
+# ------------------------------------------------------------------------- seeds and data sets
 
-@pytest.mark.parametrize("steps", [1, 3, 16, 100])
-@pytest.mark.parametrize("with_adapter", [True, False])
-def test_infilling_fills_every_hole_with_a_real_token_and_touches_nothing_else(
-        denoiser, steps, with_adapter):
-    ids = torch.randint(256, (50,), generator=torch.Generator().manual_seed(0))
-    ids[::2] = TOKENIZER.mask_id
-    ids[7], ids[49] = TOKENIZER.sep_id, TOKENIZER.pad_id
-    before = ids.clone()
-    model = denoiser.backbone
-    bias = model.decoder_bias.clone()
-    try:
-        model.decoder_bias[list(TOKENIZER.special_ids)] += 100  # the head would love to say [MASK]
-        adapter = denoiser.adapter if with_adapter else None
-        out = evaluate.infill(model, adapter, ids, TOKENIZER, steps)
-    finally:
-        model.decoder_bias.copy_(bias)
-    holes = before == TOKENIZER.mask_id
-    assert torch.equal(ids, before)  # the input is left as it was
-    assert torch.equal(out[~holes], before[~holes]) and (out[holes] < 256).all()
+@pytest.fixture(scope="module")
+def scored(work, denoiser):
+    """Scores of one adapter on two texts, the second shorter than a window, over three seeds."""
+    corpora = {"long": load_corpus(work / "text.txt", TOKENIZER), "short": Corpus(
+        np.frombuffer(b"a short text\x02", np.uint8).astype(np.uint16), 12, 1, "bytes")}
+    corpora["short"].ids[-1] = TOKENIZER.sep_id
+    return corpora, score(denoiser, corpora)
 
 
-def test_infilling_nothing_returns_the_text(denoiser):
-    ids = torch.arange(20)
-    assert torch.equal(evaluate.infill(denoiser.backbone, None, ids, TOKENIZER), ids)
+def score(denoiser, corpora, seeds=(42, 142, 242), **how):
+    return evaluate.score(denoiser.backbone, {"one": denoiser.adapter}, corpora, TOKENIZER, 24, 5,
+                          seeds, corpora["long"].ids, **how)
 
 
-def test_infilling_takes_the_most_certain_first_and_tells_the_adapter_the_share(work):
-    """Two passes over four holes: t is 4/8, then 2/8, and the first pass fills the surer two."""
-    told, seen = [], []
+def test_a_cell_is_what_the_draws_of_its_data_set_and_seed_say(scored, denoiser):
+    corpora, result = scored
+    for name, corpus in corpora.items():
+        for i, seed in enumerate((42, 142, 242)):
+            draws = evaluate.make_draws(corpus, TOKENIZER, 24, 5, seed)
+            told = {"one": draws.t, "one, shuffled t": evaluate.shuffled(draws.t, seed),
+                    "one, constant t": torch.full_like(draws.t, 0.5)}
+            for row, t in told.items():
+                losses = evaluate.sequence_losses(denoiser.backbone, denoiser.adapter, draws, t=t)
+                for metric, value in evaluate.metrics(losses, draws).items():
+                    got = result[name][row][metric][i]
+                    assert str(got) == str(value)        # as text: an empty bin of t is NaN
+            losses = evaluate.sequence_losses(denoiser.backbone, None, draws)
+            frozen = evaluate.metrics(losses, draws)
+            assert result[name]["frozen"]["elbo"][i] == frozen["elbo"]
+    assert result["long"]["frozen"]["elbo"][0] != result["long"]["frozen"]["elbo"][1]
 
-    class Watched:
-        word_embeddings = SimpleNamespace(weight=torch.zeros(1))
 
-        def hidden(self, ids, modulation=None, attention_mask=None):
-            seen.append(ids[0].tolist())
-            logits = torch.zeros(1, 8, 260)
-            logits[0, torch.arange(8), torch.arange(8)] = torch.tensor([0., 1, 0, 9, 0, 5, 0, 3])
-            return logits
+def test_neither_the_order_of_the_data_sets_nor_the_other_seeds_change_a_cell(scored, denoiser):
+    corpora, result = scored
+    backwards = score(denoiser, dict(reversed(corpora.items())), (242, 42))
+    for name in corpora:
+        for row, scores in result[name].items():
+            assert backwards[name][row]["elbo"] == scores["elbo"][::-2]
 
-        def head(self, hidden):
-            return hidden
 
-    ids = torch.tensor([50, 259, 50, 259, 50, 259, 50, 259])
-    out = evaluate.infill(Watched(), lambda t: told.append(t.item()), ids, TOKENIZER, steps=2)
-    assert told == [0.5, 0.25]
-    assert seen[1] == [50, 259, 50, 3, 50, 5, 50, 259]
-    assert out.tolist() == [50, 1, 50, 3, 50, 5, 50, 7]
+def test_every_seed_has_its_own_windows_and_a_small_set_is_scored_whole(scored):
+    corpora, _ = scored
+    draws = [evaluate.make_draws(corpora["long"], TOKENIZER, 24, 5, seed) for seed in (42, 142)]
+    assert not (draws[0].x0[:5] == draws[1].x0[:5]).all(-1).any()
+    for seed in (42, 142):
+        alone = evaluate.make_draws(corpora["short"], TOKENIZER, 24, 5, seed)
+        assert alone.maskable.tolist() == [12, 12]       # the text without its [SEP], twice
+
+
+def test_other_modes_add_rows_and_leave_the_first_ones_alone(scored, denoiser):
+    corpora, result = scored
+    found = score(denoiser, corpora, modes=("full", "A", "none"))["long"]
+    assert {k: v for k, v in found.items() if k not in ("one, A", "one, none")}.keys() \
+        == result["long"].keys()
+    assert found["one"]["elbo"] == result["long"]["one"]["elbo"]
+    assert found["one, none"]["elbo"] == found["frozen"]["elbo"]
+    assert found["one, A"]["elbo"] != found["one"]["elbo"]
+
+
+def test_intervals_are_of_the_paired_differences_and_the_average_is_taken_per_seed():
+    result = {"a": {"x": {"m": [1.0, 2.0, 4.0]}, "y": {"m": [0.5, 1.5, 3.5]}},
+              "b": {"x": {"m": [2.0, 2.0, 2.0]}, "y": {"m": [1.0, 2.0, 3.0]}}}
+    assert evaluate.columns(result, "m", "x", "y") == [
+        [0.5, 0.5, 0.5], [1, 0, -1], [0.75, 0.25, -0.25]]
+    mean, error = evaluate.mean_error([1.0, 2.0, 4.0])
+    assert mean == pytest.approx(7 / 3)
+    squares = (4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2
+    assert error == pytest.approx(1.96 * math.sqrt(squares / 2 / 3))
+    table = evaluate.score_table(result, "m", {"x": ("x",), "x - y": ("x", "y")}, 2)
+    assert "| x - y | +0.50 ± 0.00 | +0.00 ± 1.13 | +0.25 ± 0.57 |" in table
+    assert "| x | 2.33 ± 1.73 | 2.00 ± 0.00 | 2.17 ± 0.86 |" in table
+    one = {"a": {"x": {"m": [1.0]}}}
+    assert "| x | 1.00 (n/a) | 1.00 (n/a) |" in evaluate.score_table(one, "m", {"x": ("x",)}, 2)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -339,15 +373,21 @@ def test_the_command_scores_adapters_and_writes_the_result(work, denoiser):
     for name in ("a", "b"):
         save_adapter(work / name / "adapter.safetensors", denoiser.adapter)
     given = ("--data", f"held={work / 'text.txt'}", "--train", work / "text.txt", "--weights",
-             work / "backbone.safetensors", "--seqlen", 24, "--windows", 8)
+             work / "backbone.safetensors", "--seqlen", 24, "--windows", 4, "--seeds", 2)
     with tiny.root_at(work):
         run = command("evaluate.py", "--adapter", work / "a", work / "b", *given)
         wrong = command("evaluate.py", "--adapter", "nowhere", *given)
+        none = command("evaluate.py", *given, "--windows", 0)
     assert run.status == 0, run.err
     assert run.out.strip().splitlines()[-1] == "wrote runs/evaluate/result.json"
-    rows = json.loads((work / "runs/evaluate/result.json").read_text())["metrics"]["held"]
-    assert len(rows) == 7 and {"uniform", "unigram", "frozen", "b", "b, shuffled t"} <= rows.keys()
-    assert all(isinstance(row["elbo"], float) for row in rows.values())
-    for words in ("uniform", "shuffled t", "masked_mean", "bits/byte"):
+    metrics = json.loads((work / "runs/evaluate/result.json").read_text())["metrics"]
+    rows = metrics["scores"]["held"]
+    assert len(rows) == 9 and {"uniform", "unigram", "frozen", "b", "b, shuffled t"} <= rows.keys()
+    assert all(len(row["elbo"]) == 2 for row in rows.values())
+    for words in ("uniform", "constant t", "masked_mean", "gain over frozen", "Avg."):
         assert words in run.out
+    assert all(table in run.out for table in metrics["tables"].values())
+    assert re.search(r"held: 4 of \d+ windows of 24 per seed", run.out)     # the cap is stated
+    assert (work / "runs/evaluate/table1_scores.png").stat().st_size > 10_000
     assert wrong.status == 2 and wrong.err.count("\n") == 1 and "nowhere" in wrong.err
+    assert none.status == 2 and "--windows 0" in none.err

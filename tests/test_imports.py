@@ -11,7 +11,7 @@ from helpers import ROOT
 
 READING_ORDER = (
     "common", "chunk_scan_triton", "chunk_scan", "text", "hydra_ssm", "mark_adapters", "cart",
-    "data", "checkpoint", "pretrain", "evaluate", "sample", "train", "certify", "markov",
+    "data", "checkpoint", "pretrain", "evaluate", "sample", "train", "study", "certify", "markov",
     "synth_lpv", "bench", "hrm_adapter")
 FILES = sorted(ROOT.glob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))

@@ -1,0 +1,360 @@
+"""The comparisons the paper lacks, on the small backbone: baselines, ablations, sweeps (A.4, A.5).
+
+Run:      python study.py                     (prints the tables of results/study/, 5 seconds)
+          python study.py --run rates --train TEXT ... --test NAME=TEXT ...   (minutes for a cell)
+Last line: "figure: ..."
+
+One cell is one training of an adapter with its scores, in one file of results/study/; a cell whose
+file exists is never run again, so a run can be stopped and continued at any point. Its groups:
+
+    frozen   the backbones alone, and the uniform and unigram guesses
+    rates    each conditioner at three learning rates, seed 42; the best is chosen on held-out
+             training text, all that is reported is scored on the test sets
+    seeds    each conditioner at its best rate, four more training seeds
+    ablation Table 2 by retraining; every geometry's cell also holds Table 2 as the paper has it,
+             by masking the trained adapter
+    init     the geometries with PyTorch's default start and without the norm in their MLP
+    hole     0.4 < t < 0.6 left out of training: does a smooth basis fill the gap?
+    sliced   the conditioners on the backbone as the paper's public code loads it
+    sweep    rank, degree, frequencies, CART p and bounds, one at a time
+
+Symbols:  gain       ELBO of frozen minus ELBO of an adapter, nats per token, same windows and masks
+          cost       ELBO with a wrong t minus ELBO with the right one
+          roughness  total variation over t of a modulation, divided by its range; 1 is monotone
+Differs from the paper: it has none of this (A.4, A.5), except Table 2 by masking.
+"""
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+import common
+import train
+from checkpoint import load_adapter
+from data import held_out_split, load_corpus, named_sources
+from evaluate import columns, mean_error, score
+from hydra_ssm import MODES, HydraBert, load_backbone
+from mark_adapters import adapter_size
+from text import make_tokenizer
+
+GEOMETRIES = ("hypernet", "chebyshev", "dct")
+CONDITIONERS = (*GEOMETRIES, "inject", "adaln", "lora")
+RATES = (1e-3, 2e-3, 4e-3)
+SWEEP = {"rank": (("dct", {"rank": 1}), ("dct", {"rank": 4})),
+         "degree": (("chebyshev", {"degree": 3}), ("chebyshev", {"degree": 8})),
+         "frequencies": (("dct", {"n_freqs": 4}), ("dct", {"n_freqs": 16})),
+         "CART p": (("dct", {"cart_p": 0.2}), ("dct", {"cart_p": 0.8})),
+         "B, C shifts": (("hypernet", {"bounded_shifts": False}),)}
+GROUPS = ("frozen", "rates", "seeds", "ablation", "init", "hole", "sliced", "sweep")
+
+
+# ---- the cells -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One training: what differs from the study's common settings."""
+    kernel: str
+    settings: dict
+    sliced: bool = False
+
+    @property
+    def name(self):
+        parts = [self.kernel, "sliced" * self.sliced]
+        parts += [f"{k}-{v}" for k, v in sorted(self.settings.items())]
+        return re.sub(r"[^\w.-]+", "", "_".join(filter(None, parts)).replace(", ", "-"))
+
+
+def best_rate(kernel, results):
+    """The rate of `rates` whose adapter has the lowest ELBO on held-out training text."""
+    found = {lr: results.get(Cell(kernel, {"lr": lr, "seed": 42}).name) for lr in RATES}
+    if None in found.values():
+        raise common.UserError(f"the best learning rate of {kernel} is not known yet: "
+                               "--run rates first")
+    return min(RATES, key=lambda lr: statistics.fmean(found[lr]["scores"]["valid"][""]["elbo"]))
+
+
+def cells(group, results):
+    """The Cells of a group, in the order in which they run."""
+    def best(kernel, sliced=False, **settings):
+        return Cell(kernel, {"lr": best_rate(kernel, results), "seed": 42, **settings}, sliced)
+
+    if group == "frozen":
+        return [Cell("none", {}), Cell("none", {}, sliced=True)]
+    if group == "rates":
+        return [Cell(k, {"lr": lr, "seed": 42}) for lr in RATES for k in CONDITIONERS]
+    if group == "seeds":
+        return [best(k, seed=seed) for seed in common.SEEDS[1:5] for k in CONDITIONERS]
+    if group == "ablation":
+        return [best(k, modulate=mode) for mode in MODES[1:-1] for k in GEOMETRIES]
+    if group == "init":
+        return [best(k, init="default", mlp_norm=False) for k in GEOMETRIES]
+    if group == "hole":
+        return [best(k, t_hole=(0.4, 0.6)) for k in CONDITIONERS]
+    if group == "sliced":
+        return [best(k, sliced=True) for k in CONDITIONERS]
+    return [best(k, **settings) for k, settings in itertools.chain(*SWEEP.values())]
+
+
+def sliced_backbone(model):
+    """For this comparison alone, and NOT a way to load weights: half of the model, misread.
+
+    The paper's public code (github.com/ibitec7/mark) reads the released 24 heads of 64 as 12 of
+    128: A_log, D, dt_bias and fc_D lose their second half, and in_proj its last rows, so that half
+    of the forward Delta is taken for the backward one. Its head has SiLU where the weights were
+    trained with gelu.
+    """
+    config = dataclasses.replace(model.config, headdim=2 * model.config.headdim)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        per_head = name.endswith(("A_log", "mixer.D", "dt_bias", "fc_D.weight"))
+        rows = config.nheads if per_head else None
+        state[name] = tensor[:config.d_in_proj if name.endswith("in_proj.weight") else rows]
+    with torch.device("meta"):
+        sliced = HydraBert(config)
+    sliced.load_state_dict(state, assign=True)
+
+    def head(hidden):
+        h = sliced.head_norm(F.silu(sliced.head_dense(hidden)))
+        return F.linear(h, sliced.word_embeddings.weight, sliced.decoder_bias)
+
+    sliced.head = head
+    return sliced.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def roughness(adapter, points=4097):
+    """Total variation over t in [0, 1] of each modulated number, and its range: {field: (mean of
+    the one, mean of the other)}. Empty where nothing depends on t.
+    """
+    t = torch.linspace(0, 1, points)
+    found = {}
+    for name, value in vars(adapter(t)).items():
+        if isinstance(value, torch.Tensor):                               # y t outputs
+            variation = value.diff(dim=1).abs().sum(1).mean().item()
+            found[name] = variation, (value.amax(1) - value.amin(1)).mean().item()
+    return found
+
+
+def run_cell(cell, cfg, tokenizer, corpora):
+    """Train, score and return what the cell's file holds."""
+    model = load_backbone("small")
+    model = sliced_backbone(model) if cell.sliced else model
+    seeds = [42 + 100 * i for i in range(cfg.seeds)]
+    if cell.kernel == "none":
+        ids = load_corpus(cfg.train, tokenizer, "train").ids
+        return {"scores": score(model, {}, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds, ids)}
+    name = f"study_{cell.name}"
+    settings = train.Config(kernel=cell.kernel, name=name, data=cfg.train, seqlen=cfg.seqlen,
+                            steps=cfg.steps, eval_windows=20, save_every=10**9, overwrite=True,
+                            device="cpu", **cell.settings)
+    log = common.ROOT / "runs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    began = time.time()
+    with open(log, "w") as file, contextlib.redirect_stdout(file):
+        done = train.main(settings, model)
+    if "rows" not in done:
+        raise common.UserError(f"{name} was stopped; its cell will be run again from the start")
+    adapter, _ = load_adapter(common.ROOT / "runs" / name, model.config)
+    modes = MODES[:-1] if cell.kernel in GEOMETRIES and not cell.sliced else MODES[:1]
+    if "modulate" in cell.settings:
+        modes = (cell.settings["modulate"],)
+    trained = time.time() - began
+    scores = score(model, {"": adapter}, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds,
+                   modes=modes)
+    return {"kernel": cell.kernel, "settings": cell.settings, "sliced": cell.sliced,
+            "size": adapter_size(adapter), "spread": done["spread"], "scores": scores,
+            "roughness": roughness(adapter), "seconds": [trained, time.time() - began - trained]}
+
+
+def read_results():
+    """{cell name: metrics} of every finished cell."""
+    folder = common.ROOT / "results" / "study"
+    return {path.stem: json.loads(path.read_text())["metrics"] for path in folder.glob("*.json")}
+
+
+# ---- the tables ----------------------------------------------------------------------------------
+
+
+def against(results, cell, row="", minus=None, metric="elbo"):
+    """[value of each test set, then their mean]: how much lower `metric` is in `cell` than in
+    `minus` = (cell, row), by default the frozen backbone; means over evaluation seeds.
+    """
+    other, other_row = minus or (Cell("none", {}, cell.sliced), "frozen")
+    found = [{name: {"a": results[c.name]["scores"][name][r]} for name in results[c.name]["scores"]
+              if name != "valid"} for c, r in ((cell, row), (other, other_row))]
+    joint = {name: {"a": found[0][name]["a"], "b": found[1][name]["a"]} for name in found[0]}
+    return [statistics.fmean(values) for values in columns(joint, metric, "b", "a")]
+
+
+def markdown(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def show(values, digits=4):
+    """mean ± 1.96 standard errors of values; a single one has no interval."""
+    mean, error = mean_error(values)
+    return f"{mean:+.{digits}f}" + (f" ± {error:.{digits}f}" if len(values) > 1 else "")
+
+
+def trained_seeds(results, kernel):
+    """The finished Cells of a conditioner at its best rate, over training seeds."""
+    rate = best_rate(kernel, results)
+    found = (Cell(kernel, {"lr": rate, "seed": seed}) for seed in common.SEEDS[:5])
+    return [cell for cell in found if cell.name in results]
+
+
+def finished(results, *groups):
+    """Whether every cell of the groups has its file."""
+    try:
+        return all(cell.name in results for group in groups for cell in cells(group, results))
+    except common.UserError:
+        return False
+
+
+def conditioning_tables(results):
+    """Gains over the frozen backbone by test set, and what each conditioner makes of t."""
+    sets = [name for name in results["none"]["scores"] if name != "valid"]
+    gains, uses = [], []
+    for kernel in CONDITIONERS:
+        group = trained_seeds(results, kernel)
+        first = results[group[0].name]
+        per_seed = [against(results, cell) for cell in group]
+        gains.append([kernel, f"{first['size']:,}", f"{best_rate(kernel, results):g}", len(group),
+                      *(show(values) for values in zip(*per_seed))])
+        costs = [show([against(results, cell, "", (cell, row))[-1] for cell in group])
+                 for row in (", shuffled t", ", constant t")]
+        rough = [sum(v[0] for v in found.values()) / (sum(v[1] for v in found.values()) or 1)
+                 for found in (results[cell.name]["roughness"] for cell in group)]
+        rough = f"{statistics.fmean(rough):.1f}" if any(rough) else "reads no t"
+        filled = Cell(kernel, {**group[0].settings, "t_hole": (0.4, 0.6)})
+        hole = show([hole_cost(results, filled, group[0])]) if filled.name in results else ""
+        uses.append([kernel, *costs, rough, hole])
+    head = ["conditioner", "parameters", "best rate", "training seeds", *sets, "Avg."]
+    return {"gain over frozen, ELBO in nats per token": markdown(head, gains),
+            "what t is worth, nats per token, and how rough the modulation is": markdown(
+                ["conditioner", "cost of a shuffled t", "cost of a constant t",
+                 "total variation / range", "cost at 0.4 < t < 0.6 of never training there"], uses)}
+
+
+def hole_cost(results, holed, whole):
+    """Nats per masked token, in the two bins of t that `holed` never trained in."""
+    def middle(cell):
+        scores = {k: v for k, v in results[cell.name]["scores"].items() if k != "valid"}
+        return statistics.fmean(row[k] for rows in scores.values() for row in rows[""]["by_t"]
+                                for k in (4, 5))
+    return middle(holed) - middle(whole)
+
+
+def ablation_table(results):
+    """Table 2 by masking one trained adapter and by retraining: gain in ELBO, Avg."""
+    rows = []
+    for kernel, how in itertools.product(GEOMETRIES, ("masked", "retrained")):
+        full, row = trained_seeds(results, kernel)[0], []
+        for mode in MODES[:-1]:
+            cell = full if mode == "full" or how == "masked" else Cell(
+                kernel, {**full.settings, "modulate": mode})
+            name = "" if mode == "full" or how == "retrained" else f", {mode}"
+            row.append(f"{against(results, cell, name)[-1]:+.4f}")
+        rows.append([kernel, how, *row, "0"])
+    return {"Table 2: gain over frozen, average of the test sets": markdown(
+        ["conditioner", "others"] + list(MODES), rows)}
+
+
+def one_at_a_time(results, group, title):
+    """Of each cell of a group: its settings, its gain, and that of the same without them."""
+    rows = []
+    for cell in cells(group, results):
+        base = trained_seeds(results, cell.kernel)[0]
+        changed = ", ".join(f"{k} {v}" for k, v in cell.settings.items()
+                            if base.settings.get(k) != v)
+        found = results[cell.name]
+        rows.append([cell.kernel, changed or "sliced backbone", f"{found['size']:,}",
+                     f"{against(results, cell)[-1]:+.4f}", f"{against(results, base)[-1]:+.4f}",
+                     show([against(results, cell, "", (cell, ", shuffled t"))[-1]])])
+    return {title: markdown(["conditioner", "changed", "parameters", "gain over frozen, Avg.",
+                             "gain of the unchanged", "cost of a shuffled t"], rows)}
+
+
+def frozen_table(results):
+    """What the slicing alone costs."""
+    rows = []
+    for sliced, row in ((False, "uniform"), (False, "unigram"), (False, "frozen"),
+                        (True, "frozen")):
+        scores = results[Cell("none", {}, sliced).name]["scores"]
+        scores = {k: v for k, v in scores.items() if k != "valid"}
+        rows.append(["sliced, frozen" if sliced else row, *(
+            f"{statistics.fmean(v):.3f}" for v in columns(scores, "cart", row))])
+    return {"CART masked_mean, nats": markdown(["", *scores, "Avg."], rows)}
+
+
+def tables(results):
+    """{title: Markdown} of every group that is complete."""
+    found = {}
+    if finished(results, "frozen"):
+        found |= frozen_table(results)
+    if finished(results, "frozen", "rates"):
+        found |= conditioning_tables(results)
+        if finished(results, "ablation"):
+            found |= ablation_table(results)
+        for group, title in (("init", "default start, no norm"), ("sliced", "the sliced backbone"),
+                             ("sweep", "one setting at a time")):
+            if finished(results, group):
+                found |= one_at_a_time(results, group, title)
+    return found
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Run groups of cells, and print the tables of what is finished."""
+    run: tuple[str, ...] = ()     # groups, see above; none: tables only
+    train: tuple[str, ...] = ()   # text to train on; 5 % of its documents are held out for choosing
+    test: tuple[str, ...] = ()    # NAME=PATH
+    steps: int = 350
+    seqlen: int = 128
+    windows: int = 40             # of each test set, per evaluation seed
+    seeds: int = 5                # evaluation seeds
+    hours: float = 24.0           # start no cell after this time
+    seed: int = 42
+
+
+def main(cfg):
+    env = common.banner("study.py", cfg)
+    for group in cfg.run:
+        if group not in GROUPS or not cfg.train or not cfg.test:
+            raise common.UserError(f"--run {group}: need one of {', '.join(GROUPS)}, with --train "
+                                   "and --test")
+    if cfg.run:
+        tokenizer, began, results = make_tokenizer("bytes"), time.time(), read_results()
+        corpora = {"valid": load_corpus(cfg.train, tokenizer, "valid")} | {
+            name: load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
+            for name, sources in named_sources(cfg.test).items()}
+    for group in cfg.run:
+        left = [cell for cell in cells(group, results) if cell.name not in results]
+        typical = [sum(found["seconds"]) for found in results.values() if "seconds" in found]
+        expected = len(left) * (statistics.median(typical) if typical else 150)
+        common.log(f"{group}: {len(left)} cells to run, about {expected / 60:.0f} minutes")
+        for cell in common.progress(left, desc=group):
+            if time.time() - began > 3600 * cfg.hours:
+                break
+            results[cell.name] = run_cell(cell, cfg, tokenizer, corpora)
+            common.publish("study", cell.name, results[cell.name], cfg, env)
+            common.log(f"{time.strftime('%H:%M')} {cell.name}")
+    found = tables(read_results())
+    for title, table in found.items():
+        common.log(f"\n{title}\n\n{table}")
+    return found
+
+
+if __name__ == "__main__":
+    common.run_cli(Config, main)
