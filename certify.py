@@ -1,7 +1,7 @@
 """The stability certificate of the modulated recurrence (2.1, 4.1, B.1, Algorithm 4, Figure 1).
 
 Run:      python certify.py           (shipped backbone and adapters on text, 20 seconds)
-Last line: "certified: N of N layers, least margin epsilon N (layer N, head N)"; status 0 only then
+Last line: "certified: N of N layers; Algorithm 4's least margin ..."; the status is 0 only then
 
 Every state of a head decays by abar = exp(-exp(A_log') Delta) a step. With |x|^2 as the energy
 (P = I) and the slowest decay that a hypothesis allows, the margin of a layer is
@@ -11,15 +11,14 @@ Every state of a head decays by abar = exp(-exp(A_log') Delta) a step. With |x|^
 A margin is worth as much as its hypotheses. Algorithm 4 assumes Delta >= 0.001, which nothing in
 Delta = softplus(Delta_in + dt_bias') enforces, so this file puts five of them side by side:
 
-    hypothesis   lowest A shift                      Delta_min
-    paper        -0.5                                0.001, assumed
-    own beta_A   -beta_A of the layer, every t       0.001, assumed
-    reached      the lowest on a dense grid of t     0.001, assumed
-    this text    the lowest on a dense grid of t     each head's smallest on the text, over all t
-    any text     -beta_A of the layer, every t       each head's bound from the LayerNorm before it
+    hypothesis   shift of A_log at least             Delta at least
+    paper        -0.5, proven                        0.001, assumed
+    own beta_A   -beta_A of the layer, proven        0.001, assumed
+    reached      the lowest on a grid of t, measured 0.001, assumed
+    this text    the lowest on a grid of t, measured each head's smallest on a text, measured
+    any text     -beta_A of the layer, proven        each head's bound from a LayerNorm, proven
 
-"own beta_A" and "any text" are proofs (the last one assumes nothing about the text); "reached" and
-"this text" are measurements.
+Only "any text" holds whatever the text and t are (in exact arithmetic; a pad has Delta = 0).
 
 Symbols:  A_log    log of -A                     (y, h)     eq. 8
           shift    beta_A tanh(psi(c_t))         (y, h)     eq. 3; at least -beta_A >= -0.5
@@ -34,6 +33,7 @@ import dataclasses
 import math
 import re
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ from evaluate import make_draws
 from mark_adapters import MAGNITUDES
 from text import make_tokenizer
 
-HYPOTHESES = ("paper", "own beta_A", "reached", "this text", "any text")
+HYPOTHESES = ("paper", "own beta_A", "reached", "this text", "any text")  # as above
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 STYLES = ("o-", "s-", "^-", "v--", "x:")
 
@@ -81,11 +81,13 @@ def certify(A_log, beta=0.5, dt_min=1e-3):
     at 30 nats, as the scan does. Raises UserError on NaN or infinity, naming the layer.
     """
     A_log, beta, dt_min = (torch.as_tensor(v, dtype=torch.float64) for v in (A_log, beta, dt_min))
-    rate = (A_log - beta).exp() * dt_min                                  # y h
-    if A_log.ndim != 2 or not A_log.numel() or rate.shape != A_log.shape:
+    fits = all(v.ndim <= 2 and all(n in (1, m) for n, m in zip(v.shape[::-1], A_log.shape[::-1]))
+               for v in (beta, dt_min))
+    if A_log.ndim != 2 or not A_log.numel() or not fits:
         raise common.UserError(f"certify: A_log {tuple(A_log.shape)} with beta {tuple(beta.shape)} "
                                f"and dt_min {tuple(dt_min.shape)}, needed (layers, heads), not "
                                "empty, and what broadcasts to it")
+    rate = (A_log - beta).exp() * dt_min                                  # y h
     finite = (A_log.isfinite() & rate.isfinite() & (dt_min >= 0)).all(-1)
     if not finite.all():
         raise common.UserError(f"certify: layer {finite.long().argmin()}: A_log, beta or dt_min is "
@@ -97,7 +99,7 @@ def certify(A_log, beta=0.5, dt_min=1e-3):
 
 class Aqs(NamedTuple):
     """B.1: whether A_k^T P A_k - P <= -epsilon I at every vertex, and Lemma B.2's constants."""
-    verdict: str                    # "certified", "not found" or "none exists"
+    verdict: str                    # "certified" or "not found"
     P: torch.Tensor | None = None   # n n
     epsilon: float = math.nan
     rho: float = math.nan           # |A^k| <= M_A rho^k, for products of different A as well
@@ -107,9 +109,9 @@ class Aqs(NamedTuple):
 def aqs_certificate(A_vertices, P=None):
     """Verify the matrix inequality of B.1 for P (n, n) at the vertices (k, n, n).
 
-    Without P, try P = I and each vertex's own Lyapunov solution. These are sufficient choices:
-    "not found" does not mean that there is no P, "none exists" (a vertex is unstable by itself)
-    does. Raises UserError where the shapes do not fit or P is not symmetric.
+    Without P, try P = I and each vertex's own Lyapunov solution. These are but candidates: "not
+    found" does not mean that none exists. Raises UserError where the shapes do not fit, or P is
+    not symmetric.
     """
     from scipy.linalg import solve_discrete_lyapunov
     A = torch.as_tensor(A_vertices, dtype=torch.float64)                  # k n n
@@ -117,21 +119,22 @@ def aqs_certificate(A_vertices, P=None):
         raise common.UserError(f"aqs_certificate: vertices {tuple(A.shape)}, needed (k, n, n), "
                                "finite and not empty")
     eye = torch.eye(A.shape[1], dtype=torch.float64)
-    if P is not None:
+    if P is None:
+        stable = torch.linalg.eigvals(A).abs().amax(-1) < 1  # the others have no solution
+        candidates = [eye] + [torch.from_numpy(solve_discrete_lyapunov(v.mT.numpy(), eye.numpy()))
+                              for v in A[stable]]
+    else:
         candidates = [torch.as_tensor(P, dtype=torch.float64)]
         if candidates[0].shape != eye.shape or not torch.allclose(candidates[0], candidates[0].mT):
             raise common.UserError("aqs_certificate: P must be symmetric and "
                                    f"{len(eye)} x {len(eye)}")
-    elif (torch.linalg.eigvals(A).abs().amax(-1) >= 1).any():
-        return Aqs("none exists")
-    else:
-        candidates = [eye] + [torch.from_numpy(solve_discrete_lyapunov(v.mT.numpy(), eye.numpy()))
-                              for v in A]
     for P in candidates:
+        P = (P + P.mT) / 2
         smallest, largest = torch.linalg.eigvalsh(P)[[0, -1]].tolist()
         decrease = P - A.mT @ P @ A                                       # k n n
         epsilon = torch.linalg.eigvalsh((decrease + decrease.mT) / 2).min().item()
-        rounding = 8 * len(eye) * torch.finfo(P.dtype).eps * largest      # of the two products
+        terms = (A.abs().mT @ P.abs() @ A.abs()).sum(-1).max().item()     # of the two products
+        rounding = 8 * len(eye) * torch.finfo(P.dtype).eps * max(largest, terms)
         if smallest > rounding and epsilon > rounding:
             return Aqs("certified", P, epsilon, math.sqrt(1 - min(1, epsilon / largest)),
                        math.sqrt(largest / smallest))
@@ -179,7 +182,7 @@ def reached_shift(adapter, points=30_001):
 
 @torch.no_grad()
 def step_floor(model, adapter):
-    """The least Delta that any text can bring about, (y, h) in float64.
+    """A Delta below which no text can bring a step of a real token, (y, h) in float64.
 
     in_proj reads u = weight * n + bias of a LayerNorm, and n has mean 0 and |n|^2 <= d. So
     w.u >= w.bias - sqrt(d) |w * weight less its mean|, and the shift of dt_bias is >= -|beta_dt|.
@@ -206,7 +209,8 @@ def met_on_text(model, adapter, draws, dt_min=1e-3):
     below = total = 0
     for rows in torch.arange(len(draws.t)).split(max(1, 8192 // draws.x0.shape[1])):
         real = draws.x0[rows] != draws.pad_id                             # b l
-        layers = hydra_ssm.scan_inputs(model, draws.x_t[rows], adapter(draws.t[rows]), real)
+        inputs = hydra_ssm.mixer_inputs(model, draws.x_t[rows], adapter(draws.t[rows]), real)
+        layers = hydra_ssm.scan_inputs(model, inputs)
         dt = torch.stack([dt[real] for dt, *_ in layers])                 # y tokens 2 h
         rate = torch.stack([(dt * -A[:, None, None])[real] for dt, A, *_ in layers])
         smallest = torch.minimum(smallest, dt.amin((1, 2)))
@@ -246,24 +250,19 @@ class Config:
 
 
 def backbone_table(certificate, dt_bias):
-    """Markdown: Algorithm 4's certificate of each layer, and its least Delta at a zero input."""
-    lines = ["| layer | rho | 1 - rho | epsilon | head | half-life, steps | least softplus(dt_bias)"
-             " |", "| --- |" + " --- |" * 6]
-    for y, row in enumerate(zip(*certificate, F.softplus(dt_bias).amin(-1))):
-        rho, distance, epsilon, head, half_life, step = (v.item() for v in row)
-        lines.append(f"| {y} | {rho:.6f} | {distance:.3e} | {epsilon:.3e} | {head} | "
-                     f"{half_life:,.0f} | {step:.2e} |")
-    return "\n".join(lines)
+    """Markdown: Algorithm 4's certificate of each layer, and the least Delta of a zero input."""
+    formats = ("{:.6f}", "{:.3e}", "{:.3e}", "{}", "{:,.0f}", "{:.2e}")
+    rows = zip(*(v.tolist() for v in (*certificate, F.softplus(dt_bias).amin(-1))))
+    return common.markdown(
+        ["layer", "rho", "1 - rho", "epsilon", "head", "half-life, steps", "softplus(dt_bias)"],
+        *([y, *(f.format(v) for f, v in zip(formats, row))] for y, row in enumerate(rows)))
 
 
 def adapter_table(certificates, met):
     """Markdown: each layer's epsilon under each hypothesis, beside what the text shows."""
-    lines = ["| layer | " + " | ".join(HYPOTHESES) + " | smallest Delta met | largest rho met |",
-             "| --- |" + " --- |" * (len(HYPOTHESES) + 2)]
-    for y, step in enumerate(met["dt"].amin(-1)):
-        epsilons = " | ".join(f"{c.epsilon[y]:.2e}" for c in certificates.values())
-        lines.append(f"| {y} | {epsilons} | {step:.2e} | {met['radius'][y]:.8f} |")
-    return "\n".join(lines)
+    rows = [[y, *(f"{c.epsilon[y]:.2e}" for c in certificates.values()), f"{step:.2e}",
+             f"{met['radius'][y]:.8f}"] for y, step in enumerate(met["dt"].amin(-1))]
+    return common.markdown(["layer", *certificates, "smallest Delta met", "largest rho met"], *rows)
 
 
 def draw(certificate, adapters, path):
@@ -285,7 +284,7 @@ def draw(certificate, adapters, path):
             axes[1].semilogy(y, c.epsilon, style, color=color, ms=3, lw=1,
                              label=None if i else label)
     if adapters:
-        axes[1].set_title("five hypotheses: " + ", ".join(adapters), fontsize=10)
+        axes[1].set_title("under five hypotheses, a line for each adapter", fontsize=10)
         axes[1].set(xlabel="layer", ylabel="margin $\\epsilon$")
         figure.legend(loc="outside right upper", fontsize=9)
     common.save_figure(figure, path)
@@ -299,7 +298,7 @@ def main(cfg):
     common.log(f"\nAlgorithm 4: shifts of A_log within {cfg.beta}, Delta >= {cfg.dt_min} assumed"
                f"\n\n{table}\n")
     result = {"backbone": backbone.lists(), "table": table, "adapters": {}}
-    adapters, certificates = {}, [backbone]
+    adapters, certificates = {}, {"Algorithm 4": backbone}
     if cfg.adapter != ("none",) and (cfg.adapter or cfg.weights == "small"):
         tokenizer, model = make_tokenizer(cfg.vocab), hydra_ssm.load_backbone(cfg.weights)
         hydra_ssm.check_vocabulary(model, tokenizer)
@@ -309,33 +308,35 @@ def main(cfg):
         for name, adapter in common.progress(loaded.items(), desc="adapters"):
             found, met = margins(A_log, model, adapter, draws, cfg.beta, cfg.dt_min)
             adapters[name] = found
-            certificates += found.values()
+            certificates |= {f"{name}, {k}": c for k, c in found.items()}
             table = adapter_table(found, met)
             result["adapters"][name] = {
                 "margins": {k: c.lists() for k, c in found.items()}, "table": table,
                 "dt": met["dt"].tolist(), "radius": met["radius"].tolist(),
                 "share_below": met["share_below"]}
-            common.log(f"\n{name}: margin epsilon under five hypotheses; the text is "
-                       f"{len(draws.t)} windows over t in (0, 1)\n\n{table}\n")
+            common.log(f"\n{name}: margin epsilon under five hypotheses (see the docstring); the "
+                       f"text is {len(draws.t)} windows, each at a t of its own\n\n{table}\n")
             layers = (met["dt"].amin(-1) < cfg.dt_min).sum().item()
             if layers:
                 y, h = divmod(met["dt"].argmin().item(), met["dt"].shape[1])
                 common.log(f"!! {name}: Delta falls to {met['dt'].min():.1e} (layer {y}, head {h})"
                            f" and below {cfg.dt_min} in {layers} of {len(A_log)} layers, in "
                            f"{met['share_below']:.2%} of all steps.\n!! The first three margins do "
-                           'not hold on this text; "this text" and "any text" do.')
+                           'not hold on this text; "any text" does.')
     folder = common.ROOT / "runs" / "certify"
     figure = (common.ROOT / "figures" if cfg.publish else folder) / "fig1_certificate.png"
     draw(backbone, adapters, figure)
-    result["certified"] = all(c.certified for c in certificates)
+    result["certified"] = all(c.certified for c in certificates.values())
     common.write_json(folder / "result.json", {"metrics": result, "config": cfg})
     if cfg.publish:
-        common.publish("certify", "small", result, cfg, env)
-    y, done = backbone.epsilon.argmin().item(), (backbone.epsilon > 0).sum().item()
-    common.log(f"figure: {figure.relative_to(common.ROOT)}\n"
-               f"{'certified' if result['certified'] else 'NOT certified'}: {done} of {len(A_log)} "
-               f"layers, least margin epsilon {backbone.epsilon[y]:.3e} (layer {y}, head "
-               f"{backbone.head[y]})")
+        common.publish("certify", Path(cfg.weights).stem, result, cfg, env)
+    common.log(f"figure: {figure.relative_to(common.ROOT)}")
+    done = min((c.epsilon > 0).sum().item() for c in certificates.values())
+    which, least = min(certificates.items(), key=lambda item: item[1].epsilon.min())
+    y = least.epsilon.argmin().item()
+    common.log(f"{'certified' if result['certified'] else 'NOT certified'}: {done} of {len(A_log)} "
+               f"layers; Algorithm 4's least margin is epsilon {backbone.epsilon.min():.3e}, the "
+               f"least of all {least.epsilon[y]:.3e} ({which}: layer {y}, head {least.head[y]})")
     return result
 
 

@@ -131,7 +131,7 @@ def load_adapter(path, config, device="cpu"):
 def load_adapters(paths, config, device="cpu", mark_only=False):
     """{label: adapter} of run folders and files; the shipped ones where `paths` is empty.
 
-    A label is the file's or the folder's name, or the whole path where two are alike. mark_only
+    A label is the file's or the folder's name, or the whole path where that is taken. mark_only
     raises UserError for an adapter that leaves the recurrence alone.
     """
     shipped = sorted((common.ROOT / "assets").glob("adapter_*.safetensors"))
@@ -141,6 +141,8 @@ def load_adapters(paths, config, device="cpu", mark_only=False):
         if mark_only and not isinstance(adapter, MarkAdapter):
             raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
                                    "recurrence alone; give a hypernet, chebyshev or dct adapter")
-        label = (path.parent if path.stem == "adapter" else path).stem.removeprefix("adapter_")
-        adapters[label if label not in adapters else str(path)] = adapter
+        own = path.resolve().parent if path.name == "adapter.safetensors" else path.resolve()
+        label = own.name.removesuffix(".safetensors").removeprefix("adapter_")
+        taken = label in adapters or label in ("uniform", "unigram", "frozen")  # rows of tables
+        adapters[str(path) if taken else label] = adapter
     return adapters

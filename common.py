@@ -99,6 +99,12 @@ def write_json(path, data):
         temporary.write_text(text, "utf-8")
 
 
+def markdown(head, *rows):
+    """A Markdown table of lists of cells."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
 def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
     """Linear warm-up over `warmup` steps, then cosine to min_ratio * peak (Table 6)."""
     if step < warmup:

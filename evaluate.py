@@ -24,6 +24,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,17 @@ class Draws:
 
 
 def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
-    """Draws of n_windows even windows of a corpus, or of all; a seed has its own windows too."""
+    """Draws of n_windows even windows of a corpus; a seed has its own windows too.
+
+    A corpus that has fewer is drawn whole, and again until each bin of t can have a row.
+    """
     phase = torch.rand((), generator=noise_generator(seed, -2)).item()
     x0 = Windows(corpus, seqlen, tokenizer.pad_id).evenly(n_windows, phase)            # n l
+    x0 = x0[maskable_tokens(x0, tokenizer).any(-1)]
+    if not len(x0):
+        raise common.UserError("the text has no token that can be masked; give another")
+    x0 = x0.repeat(-(-min(n_windows, BINS) // len(x0)), 1)
     maskable = maskable_tokens(x0, tokenizer)
-    x0, maskable = x0[maskable.any(-1)], maskable[maskable.any(-1)]
     n, M, noise = len(x0), maskable.sum(-1), noise_generator(seed, n_windows)
     t, u = ((torch.randperm(n, generator=noise) + torch.rand(n, generator=noise)) / n
             for _ in range(2))                                                         # n
@@ -83,7 +90,7 @@ def sequence_losses(model, adapter, draws, batch=None, t=None, modulate="full"):
     t = draws.t if t is None else t
     batch = batch or max(1, 8192 // draws.x0.shape[1])  # bounds the memory at any length
     losses = torch.zeros(len(draws.t), 2, dtype=torch.float64)
-    for rows in torch.arange(rank, len(draws.t), world).split(batch):
+    for rows in torch.arange(len(draws.t))[rank::world].split(batch):
         x0, x_t, masked, w = (getattr(draws, name)[rows].to(device)
                               for name in ("x0", "x_t", "masked", "w"))                # b l
         modulation = None if adapter is None else adapter(t[rows].to(device)).keep(modulate)
@@ -178,9 +185,7 @@ def format_table(rows):
 # ---- tables over seeds and data sets -------------------------------------------------------------
 
 
-def controls(t, seed):
-    """{what a row's name ends in: the t that the adapter is told}."""
-    return {"": t, ", shuffled t": shuffled(t, seed), ", constant t": torch.full_like(t, 0.5)}
+CONTROLS = ("", ", shuffled t", ", constant t")  # what the name of an adapter's row ends in
 
 
 def score(model, adapters, corpora, tokenizer, seqlen, windows, seeds, train_ids=None,
@@ -196,7 +201,8 @@ def score(model, adapters, corpora, tokenizer, seqlen, windows, seeds, train_ids
         draws = make_draws(corpus, tokenizer, seqlen, windows, seed)
         rows = {} if train_ids is None else reference_rows(model, draws, train_ids, tokenizer)
         for label, adapter in adapters.items():
-            asked = [(ending, t, modes[0]) for ending, t in controls(draws.t, seed).items()]
+            told = draws.t, shuffled(draws.t, seed), torch.full_like(draws.t, 0.5)
+            asked = [(ending, t, modes[0]) for ending, t in zip(CONTROLS, told)]
             for ending, t, mode in asked + [(f", {mode}", draws.t, mode) for mode in modes[1:]]:
                 losses = sequence_losses(model, adapter, draws, t=t, modulate=mode)
                 rows[label + ending] = metrics(losses, draws)
@@ -207,9 +213,16 @@ def score(model, adapters, corpora, tokenizer, seqlen, windows, seeds, train_ids
 
 
 def mean_error(values):
-    """(mean, 1.96 standard errors); the error of a single value is NaN."""
-    error = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return statistics.fmean(values), error
+    """(mean, 1.96 standard errors, the normal approximation of C.3); one value has no error."""
+    values = torch.tensor(values, dtype=torch.float64)
+    error = 1.96 * values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return values.mean().item(), error
+
+
+def show(values, sign="", digits=4):
+    """mean ± 1.96 standard errors as text."""
+    mean, error = mean_error(values)
+    return f"{mean:{sign}.{digits}f} " + ("(n/a)" if len(values) < 2 else f"± {error:.{digits}f}")
 
 
 def columns(result, metric, row, minus=None):
@@ -222,34 +235,33 @@ def columns(result, metric, row, minus=None):
 
 
 def score_table(result, metric, rows, digits=4):
-    """Markdown; rows: {label: the arguments (row, minus) of `columns`}."""
-    names = [*result, "Avg."]
-    lines = ["| | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
-    for label, pair in rows.items():
-        cells = [mean_error(values) for values in columns(result, metric, *pair)]
-        lines.append(f"| {label} | " + " | ".join(
-            f"{mean:{'+' if len(pair) > 1 else ''}.{digits}f}"
-            + (" (n/a)" if math.isnan(error) else f" ± {error:.{digits}f}")
-            for mean, error in cells) + " |")
-    return "\n".join(lines)
-
-
-def comparisons(labels):
-    """{label: (row, minus)} of the paired differences that a table of `labels` carries."""
-    pairs = {}
-    for label in labels:
-        pairs[f"{label}, gain over frozen"] = ("frozen", label)
-        pairs[f"{label}, cost of a shuffled t"] = (f"{label}, shuffled t", label)
-        pairs[f"{label}, cost of a constant t"] = (f"{label}, constant t", label)
-    return pairs
+    """Markdown; rows: {label: the arguments (row[, minus]) of `columns`}."""
+    return common.markdown(["", *result, "Avg."], *(
+        [label, *(show(values, "+" * (len(pair) > 1), digits)
+                  for values in columns(result, metric, *pair))] for label, pair in rows.items()))
 
 
 def tables(result, labels):
-    """{title: Markdown} of a `score` with references."""
+    """{title: Markdown} of a `score` with references; the last has the paired differences."""
     rows = {row: (row,) for row in next(iter(result.values()))}
-    return {"CART masked_mean, nats": score_table(result, "cart", rows),
-            "ELBO, nats per token": score_table(result, "elbo", rows),
-            "ELBO, paired differences": score_table(result, "elbo", comparisons(labels))}
+    titles = {"cart": "CART masked_mean, nats", "cart_weight_mean": "CART weight_mean, nats",
+              "cart_sum": "CART sum, nats per window", "elbo": "ELBO, nats per token",
+              "bits_per_byte": "ELBO, bits per byte", "perplexity": "perplexity, exp(ELBO)"}
+    found = {title: score_table(result, metric, rows) for metric, title in titles.items()}
+    found["cross-entropy by t, nats per masked token, average"] = common.markdown(
+        ["t", *(f"{(k + 0.5) / BINS:.2f}" for k in range(BINS))],
+        *([row, *(f"{v:.3f}" for v in mean_by_t(result, row))] for row in rows))
+    differences = {}
+    for label in labels:
+        differences[f"{label}, gain over frozen"] = ("frozen", label)
+        for ending in CONTROLS[1:]:
+            differences[f"{label}, cost of a {ending[2:]}"] = (label + ending, label)
+    return found | {"ELBO, paired differences": score_table(result, "elbo", differences)}
+
+
+def mean_by_t(result, row):
+    """Nats per masked token in each bin of t, mean over data sets and seeds: (BINS,) tensor."""
+    return torch.tensor([scores[row]["by_t"] for scores in result.values()]).nanmean((0, 1))
 
 
 def draw_scores(result, labels, path):
@@ -258,18 +270,15 @@ def draw_scores(result, labels, path):
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     gains, by_t = figure.subplots(1, 2, width_ratios=(3, 2))
     names = [*result, "Avg."]
-    endings = [(ending, marker) for ending, marker in zip(controls(torch.zeros(2), 0), "osx")]
     for i, label in enumerate(labels):
-        for j, (ending, marker) in enumerate(endings):
+        for j, (ending, marker) in enumerate(zip(CONTROLS, "osx")):
             cells = [mean_error(v) for v in columns(result, "elbo", "frozen", label + ending)]
             x = [k + (i - len(labels) / 2 + 0.2 + 0.2 * j) * 0.8 / len(labels)
                  for k in range(len(names))]
             gains.errorbar(x, *zip(*cells), fmt=marker, ms=5, color=f"C{i}", lw=1,
                            mfc="none" if ending else None, label=label + ending)
-        curves = [[statistics.fmean(f - a for f, a in zip(*pair)) for pair in zip(
-            *(zip(*rows[row]["by_t"]) for row in ("frozen", label)))] for rows in result.values()]
         by_t.plot([(k + 0.5) / BINS for k in range(BINS)],
-                  [statistics.fmean(v) for v in zip(*curves)], "o-", ms=3, label=label)
+                  (mean_by_t(result, "frozen") - mean_by_t(result, label)).tolist(), "o-", ms=3)
     gains.set_xticks(range(len(names)), names)
     gains.set(ylabel="ELBO gained over frozen\n(nats per token)", title="by data set")
     by_t.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
@@ -289,7 +298,8 @@ class Config:
     weights: str = "small"                       # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"                         # "bytes", "bert-base-uncased" or a vocab.txt
     train: tuple[str, ...] = ("embedded",)       # text trained on: its unigram is the reference
-    modulate: str = "full"                       # Table 2: what the adapter may reach
+    modulate: tuple[str, ...] = ("full",)        # Table 2: what adapters may reach; controls for
+    #   the first, a row for each of the others
     seqlen: int = 128
     windows: int = 40                            # of a data set, per seed; evenly spaced
     seeds: int = 3                               # 42, 142, ...; 10 in the paper's tables
@@ -311,25 +321,28 @@ def main(cfg):
                for name, sources in named_sources(cfg.data).items()}
     seeds = [cfg.seed + 100 * i for i in range(cfg.seeds)]
     result = score(model, adapters, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds,
-                   load_corpus(cfg.train, tokenizer, "train").ids, (cfg.modulate,))
+                   load_corpus(cfg.train, tokenizer, "train").ids, cfg.modulate)
     used = {}
     for name, corpus in corpora.items():
         total = len(Windows(corpus, cfg.seqlen, tokenizer.pad_id))
         used[name] = f"{min(cfg.windows, total):,} of {total:,} windows of {cfg.seqlen} per seed"
         common.log(f"{name}: {used[name]}")
-    found = tables(result, adapters)
-    for title, table in found.items():
-        common.log(f"\n{title}; mean ± 1.96 standard errors, n = {cfg.seeds} seeds\n\n{table}")
-    folder = common.ROOT / "runs" / "evaluate"
+    found, folder = tables(result, adapters), common.ROOT / "runs" / "evaluate"
+    texts = {title: f"\n{title}; mean ± 1.96 standard errors, n = {cfg.seeds} seeds\n\n{table}"
+             for title, table in found.items()}
+    for title in ("CART masked_mean, nats", "ELBO, nats per token", "ELBO, paired differences"):
+        common.log(texts[title])
+    with common.atomic_path(folder / "tables.md") as temporary:
+        temporary.write_text("\n".join(texts.values()), "utf-8")
     figure = (common.ROOT / "figures" if cfg.publish else folder) / "table1_scores.png"
     draw_scores(result, list(adapters), figure)
     result = {"scores": result, "tables": found, "windows": used, "seeds": seeds}
     out = folder / "result.json"
     common.write_json(out, {"metrics": result, "config": cfg})
     if cfg.publish:
-        out = common.publish("evaluate", "small", result, cfg, env)
-    common.log(f"\nfigure: {figure.relative_to(common.ROOT)}\nwrote "
-               f"{out.relative_to(common.ROOT)}")
+        out = common.publish("evaluate", Path(cfg.weights).stem, result, cfg, env)
+    common.log(f"\nfigure: {figure.relative_to(common.ROOT)}; all metrics: runs/evaluate/tables.md"
+               f"\nwrote {out.relative_to(common.ROOT)}")
     return result
 
 

@@ -17,6 +17,7 @@ Differs from the paper: it keeps 12 of the released checkpoint's 24 heads (its p
 Upstream: github.com/goombalab/hydra (modules) and huggingface.co/goombalab/hydra (weights).
 """
 import dataclasses
+import functools
 import hashlib
 import re
 import zipfile
@@ -111,6 +112,29 @@ class Operator(NamedTuple):
     lora: tuple | None                    # in_down, in_up, out_down, out_up
 
 
+def _fused(function):
+    """On a GPU, `function` in one pass over memory: torch.compile makes it once, at any length."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
+
+    def either(x, *rest):
+        as_it_is = not x.is_cuda or torch.compiler.is_compiling()
+        return (function if as_it_is else compiled())(x, *rest)
+    return either
+
+
+@_fused
+def _conv_silu(x, weight, bias):
+    """silu of the two-sided depthwise convolution of x (b, l, w): a sum of shifted rows."""
+    l, k = x.shape[1], weight.shape[-1]
+    x = F.pad(x, (0, 0, k // 2, k // 2))
+    return F.silu(bias + sum(weight[:, 0, i] * x[:, i:i + l] for i in range(k)))
+
+
+@_fused
+def _gated_norm(y, z, weight):
+    return F.rms_norm(y, weight.shape, weight, eps=1e-5) * F.silu(z)
+
+
 class Mixer(nn.Module):
     """Hydra's quasiseparable mixer: one A_log, dt_bias and D per head, for both directions."""
 
@@ -140,16 +164,19 @@ class Mixer(nn.Module):
         z, xBC, dt = zxbcdt.split([cfg.d_inner, cfg.d_inner + bc_width, 2 * cfg.nheads], dim=-1)
         if mask is not None:
             xBC = xBC * mask[..., None]        # the two-sided convolution must not see a pad
-        xBC = F.silu(self.conv1d(xBC.mT).mT)                              # b l (x, BC BC)
+        if xBC.is_cuda:
+            xBC = _conv_silu(xBC, self.conv1d.weight, self.conv1d.bias)   # b l (x, BC BC)
+        else:
+            xBC = F.silu(self.conv1d(xBC.mT).mT)
         x, BC = xBC.split([cfg.d_inner, bc_width], dim=-1)
         if op.BC_scale is not None:
             BC = torch.addcmul(op.BC_shift, BC, op.BC_scale)              # eq. 4, both directions
 
-        dt = rearrange(dt.to(op.dt_bias.dtype), "b l (d h) -> b l d h", d=2)
+        dt = rearrange(dt, "b l (d h) -> b l d h", d=2)
         dt = F.softplus(dt + op.dt_bias[:, None, None])                   # eq. 9
         if mask is not None:
             dt = dt * mask[..., None, None]    # nor may a pad enter or decay the state
-        D = self.fc_D(x).to(op.D.dtype) + op.D[:, None]                   # b l h, the free diagonal
+        D = self.fc_D(x) + op.D[:, None]                                  # b l h, the free diagonal
         B, C = rearrange(BC, "b l (d k g n) -> k b l d g n", d=2, k=2, g=cfg.ngroups)
         return z, rearrange(x, "b l (h p) -> b l h p", h=cfg.nheads), dt, B, C, D
 
@@ -158,7 +185,7 @@ class Mixer(nn.Module):
         z, x, dt, B, C, D = self.project(u, op, mask)
         y = bidirectional_scan(x, dt, op.A, B, C, D, self.config.chunk_size)  # eq. 11
         y = rearrange(y, "b l h p -> b l (h p)").type_as(self.norm.weight)
-        y = self.norm(y) * F.silu(z)
+        y = _gated_norm(y, z, self.norm.weight)
         out = self.out_proj(y)
         if op.lora:
             out = out + y @ op.lora[2].mT @ op.lora[3].mT
@@ -255,26 +282,33 @@ class HydraBert(nn.Module):
 
 
 @torch.no_grad()
-def scan_inputs(model, input_ids, modulation=None, attention_mask=None):
-    """What each layer's scan reads on ids (b, l), in order: [(dt, A, B, C, D), ...] of the layers.
-
-    Shapes as in chunk_scan.py. Runs the model once and each layer's projections a second time.
-    """
+def mixer_inputs(model, input_ids, modulation=None, attention_mask=None):
+    """What each layer's mixer is called with on ids (b, l): [(u, op, mask), ...]."""
     seen = []
-    hooks = [layer.mixer.register_forward_pre_hook(lambda mixer, args: seen.append((mixer, args)))
+    hooks = [layer.mixer.register_forward_pre_hook(lambda mixer, args: seen.append(args))
              for layer in model.layers]
     try:
         model.hidden(input_ids, modulation, attention_mask)
     finally:
         for hook in hooks:
             hook.remove()
-    projected = ((mixer.project(*args), args[1].A) for mixer, args in seen)
+    return seen
+
+
+@torch.no_grad()
+def scan_inputs(model, inputs):
+    """What each layer's scan reads, from its mixer's (u, op, mask): [(dt, A, B, C, D), ...].
+
+    Shapes as in chunk_scan.py.
+    """
+    projected = ((layer.mixer.project(*args), args[1].A)
+                 for layer, args in zip(model.layers, inputs, strict=True))
     return [(dt, A, B, C, D) for (_, _, dt, B, C, D), A in projected]
 
 
 def mixer_matrix(model, input_ids, layer):
     """M of eq. 11, (h, l, l), of one layer on ids (l,): the scan's answer to each unit vector."""
-    dt, A, B, C, D = scan_inputs(model, input_ids[None])[layer]
+    dt, A, B, C, D = scan_inputs(model, mixer_inputs(model, input_ids[None]))[layer]
     l, cfg = len(input_ids), model.config
     unit = torch.eye(l).view(1, l, 1, l).expand(1, l, cfg.nheads, l).to(B)           # b l h l
     return bidirectional_scan(unit, dt, A, B, C, D, cfg.chunk_size)[0].movedim(1, 0)

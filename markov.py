@@ -22,13 +22,15 @@ Symbols:  gain, rate   h_0 and -log Abar'      (y, s, 2, h)   s: a token of the 
           rho          certify.py's radius of a layer: own beta_A, smallest Delta of the sample
 Differs from the paper: its public figure takes the forward direction alone, Delta from the bias
           alone, and splits the state across the heads. Here B, C and Delta are those of real
-          tokens, in both directions, and each head has the whole state. Every t sees the same
-          text, masked at --masked, so that curves differ by what the adapter does alone. Bbar =
-          Delta B, as in the scan that runs; --zoh takes eq. 5's zero-order hold.
+          tokens, in both directions, and each head has the whole state; averages are root mean
+          squares, not means of norms. Every t sees one text, masked at --masked, and each layer the
+          activations of the frozen backbone, so that operators differ by their modulation alone.
+          Bbar = Delta B, as in the scan that runs; --zoh takes eq. 5's zero-order hold.
 """
 import dataclasses
 import math
 import statistics
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ from certify import certify
 from checkpoint import load_adapters
 from chunk_scan import A_MIN
 from data import Windows, held_out_split, load_corpus, maskable_tokens, noise_generator
-from hydra_ssm import check_vocabulary, load_backbone, scan_inputs
+from hydra_ssm import check_vocabulary, load_backbone, mixer_inputs, scan_inputs
 from mark_adapters import MAGNITUDES
 from text import make_tokenizer
 
@@ -60,13 +62,14 @@ class Operator(NamedTuple):
     C: torch.Tensor     # y s 2 h   |C'|
 
 
-def frozen_operator(model, x_t, real, modulation=None, zoh=False):
-    """The Operator at each real token of x_t (b, l); real (b, l) is False at pads."""
-    parts = []
-    for dt, A, B, C, _ in scan_inputs(model, x_t, modulation, real):
+def frozen_operator(model, inputs, modulation=None, zoh=False):
+    """The Operator at each real token of `inputs`, the frozen backbone's `mixer_inputs`."""
+    parts, real = [], inputs[0][2]                                        # b l
+    modulated = [(u, op, mask) for (u, _, mask), op in zip(inputs, model.operators(modulation))]
+    for dt, A, B, C, _ in scan_inputs(model, modulated):
         heads = dt.shape[-1] // B.shape[3]                                # of one group
-        dt, A, B, C = dt[real].double(), A.double(), B[real].double(), C[real].double()
-        A = A[:, None].expand(len(x_t), x_t.shape[1], -1)[real][:, None]  # s 1 h
+        A = A.double()[:, None].expand(*real.shape, -1)[real][:, None]    # s 1 h
+        dt, B, C = (v[real].double() for v in (dt, B, C))
         hold = torch.expm1(dt * A) / A if zoh else dt                     # s 2 h, Bbar' / B'
         CB, B, C = (v.repeat_interleave(heads, -1)                        # s 2 h
                     for v in ((C * B).sum(-1), B.norm(dim=-1), C.norm(dim=-1)))
@@ -149,6 +152,7 @@ def draw_profiles(result, path):
             ax.plot(lags, frozen, "k--", lw=1, label="frozen")
             ax.plot(lags, found["bound"], ":", color="tab:red", label="Lemma B.2")
             ax.set_yscale("log")
+            ax.set_ylim(min(found["profile_frozen"]) / 3, 3e3 * max(found["profile_frozen"]))
         for t, curve in zip(TIMES, found["profile"]):
             ratio.plot(LAGS + 1, torch.tensor(curve) / frozen, color=colormaps["viridis"](0.9 * t))
         ratio.axhline(1, color="k", ls="--", lw=1)
@@ -233,13 +237,14 @@ class Config:
 
 
 @torch.no_grad()
-def analyse(model, adapter, x_t, real, grid, zoh=False):
-    """Everything that is drawn of one adapter, as lists; `grid`: the times of the pictures."""
-    def at(t):
-        return frozen_operator(model, x_t, real, adapter(torch.full((len(x_t),), t)), zoh)
-
-    frozen = frozen_operator(model, x_t, real, None, zoh)
-    shown, every = [at(t) for t in TIMES], [*map(at, grid), frozen]
+def analyse(model, adapter, inputs, grid, zoh=False):
+    """Everything that is drawn of one adapter, as lists; `grid`: times 0 to 1, every (n / 4)-th of
+    which is one of TIMES."""
+    frozen = frozen_operator(model, inputs, None, zoh)
+    b = len(inputs[0][0])
+    every = [*(frozen_operator(model, inputs, adapter(torch.full((b,), t)), zoh) for t in grid),
+             frozen]
+    shown = every[:-1:len(grid) // 4]
     A_log = torch.stack([layer.mixer.A_log for layer in model.layers])
     beta_A = adapter.effective_magnitudes()[:, 0]
     return {"profile": [profile(op, LAGS).tolist() for op in shown],
@@ -247,30 +252,31 @@ def analyse(model, adapter, x_t, real, grid, zoh=False):
             "bound": lemma_bound([*shown, frozen], A_log, beta_A, LAGS).tolist(),
             "half_life": [half_life(op).tolist() for op in every[:-1]],
             "half_life_frozen": half_life(frozen).tolist(),
-            "hankel": [hankel_singular_value(op).mean().item() for op in every],
-            "h2": [math.sqrt(inner(op, op)) for op in every],
             "distance": (distances(every) / math.sqrt(inner(frozen, frozen))).tolist()}
 
 
 def table(result):
-    """Markdown: how far the operators of an adapter are apart, and how long they remember."""
-    lines = ["| adapter | distance between two times, mean (largest) | distance to frozen, mean | "
-             "half-life, steps: frozen | t = 0 | t = 0.5 | t = 1 |", "| --- |" + " --- |" * 6]
+    """Markdown: how far the operators of an adapter are apart, and what becomes of the memory."""
+    far, rows = LAGS.tolist().index(1024), []
     for name, found in result.items():
-        *rows, _ = found["distance"]
-        between = [v for i, row in enumerate(rows) for v in row[:i]]
-        half_lives = [found["half_life"][i * (len(rows) - 1) // 2] for i in range(3)]
-        steps = [f"{statistics.geometric_mean(row):.1f}"
-                 for row in (found["half_life_frozen"], *half_lives)]
-        lines.append(f"| {name} | {statistics.mean(between):.3f} ({max(between):.3f}) | "
-                     f"{statistics.mean(row[-1] for row in rows):.3f} | {' | '.join(steps)} |")
-    return "\n".join(lines)
+        *matrix, _ = found["distance"]
+        between = [v for i, row in enumerate(matrix) for v in row[:i]]
+        kept = [found["profile"][i][far] / found["profile_frozen"][far] for i in (0, 2, 4)]
+        changes = [now / frozen for row in found["half_life"]
+                   for now, frozen in zip(row, found["half_life_frozen"])]
+        rows.append([name, f"{statistics.mean(between):.3f} ({max(between):.3f})",
+                     f"{statistics.mean(row[-1] for row in matrix):.3f}",
+                     f"{min(changes):.2f} to {max(changes):.2f}", *(f"{v:.2f}" for v in kept)])
+    return common.markdown(
+        ["adapter", "distance of two times, mean (largest)", "distance to frozen, mean",
+         "half-life of a layer over frozen's", f"h_k over frozen's at lag {LAGS[far]:.0f}: t = 0",
+         "t = 0.5", "t = 1"], *rows)
 
 
 def main(cfg):
-    if cfg.grid < 3 or not 0 <= cfg.masked <= 1:
-        raise common.UserError(f"got --grid {cfg.grid} and --masked {cfg.masked}, need at least 3 "
-                               "and a share from 0 to 1")
+    if cfg.grid < 5 or cfg.grid % 4 != 1 or not 0 <= cfg.masked <= 1:
+        raise common.UserError(f"got --grid {cfg.grid} and --masked {cfg.masked}, need 5, 9, 13, "
+                               "... times and a share from 0 to 1")
     tokenizer, model = make_tokenizer(cfg.vocab), load_backbone(cfg.weights)
     check_vocabulary(model, tokenizer)
     env = common.banner("markov.py", cfg, "cpu", model)
@@ -279,10 +285,11 @@ def main(cfg):
     real = x0 != tokenizer.pad_id
     x_t, _ = corrupt(x0, torch.full((len(x0),), cfg.masked), tokenizer.mask_id,
                      maskable_tokens(x0, tokenizer), noise_generator(cfg.seed))
+    inputs = mixer_inputs(model, x_t, None, real)
     grid, result, learned = torch.linspace(0, 1, cfg.grid).tolist(), {}, {}
     adapters = load_adapters(cfg.adapter, model.config, mark_only=True)
     for name, adapter in common.progress(adapters.items(), desc="adapters"):
-        result[name] = analyse(model, adapter, x_t, real, grid, cfg.zoh)
+        result[name] = analyse(model, adapter, inputs, grid, cfg.zoh)
         learned[name] = coefficients(adapter)
     text = table(result)
     common.log(f"\n{real.sum()} tokens, both directions, {len(model.layers)} layers; distances as "
@@ -297,7 +304,7 @@ def main(cfg):
     result = {"adapters": result, "lags": LAGS.tolist(), "grid": grid, "table": text}
     common.write_json(folder / "result.json", {"metrics": result, "config": cfg})
     if cfg.publish:
-        common.publish("markov", "small", result, cfg, env)
+        common.publish("markov", Path(cfg.weights).stem, result, cfg, env)
     common.log(f"figures: {figures.relative_to(common.ROOT)}/fig3_*.png (profiles, operators, "
                "coefficients)")
     return result

@@ -2,7 +2,7 @@
 
 Run:      python study.py                     (prints the tables of results/study/, 5 seconds)
           python study.py --run rates --train TEXT ... --test NAME=TEXT ...   (minutes for a cell)
-Last line: "figure: ..."
+Last line: the last row of a table
 
 One cell is one training of an adapter with its scores, in one file of results/study/; a cell whose
 file exists is never run again, so a run can be stopped and continued at any point. Its groups:
@@ -18,9 +18,13 @@ file exists is never run again, so a run can be stopped and continued at any poi
     sliced   the conditioners on the backbone as the paper's public code loads it
     sweep    rank, degree, frequencies, CART p and bounds, one at a time
 
+All but `rates` use the rate that was best on the intact backbone. Intervals are 1.96 standard
+errors: over training seeds where there are several, else over evaluation seeds.
+
 Symbols:  gain       ELBO of frozen minus ELBO of an adapter, nats per token, same windows and masks
           cost       ELBO with a wrong t minus ELBO with the right one
-          roughness  total variation over t of a modulation, divided by its range; 1 is monotone
+          roughness  total variation over t of all modulated numbers over the sum of their ranges; 1
+                     where each is monotone
 Differs from the paper: it has none of this (A.4, A.5), except Table 2 by masking.
 """
 import contextlib
@@ -38,7 +42,7 @@ import common
 import train
 from checkpoint import load_adapter
 from data import held_out_split, load_corpus, named_sources
-from evaluate import columns, mean_error, score
+from evaluate import CONTROLS, columns, mean_by_t, score, show
 from hydra_ssm import MODES, HydraBert, load_backbone
 from mark_adapters import adapter_size
 from text import make_tokenizer
@@ -146,7 +150,7 @@ def run_cell(cell, cfg, tokenizer, corpora):
     """Train, score and return what the cell's file holds."""
     model = load_backbone("small")
     model = sliced_backbone(model) if cell.sliced else model
-    seeds = [42 + 100 * i for i in range(cfg.seeds)]
+    seeds = common.SEEDS[:cfg.seeds]
     if cell.kernel == "none":
         ids = load_corpus(cfg.train, tokenizer, "train").ids
         return {"scores": score(model, {}, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds, ids)}
@@ -182,26 +186,21 @@ def read_results():
 # ---- the tables ----------------------------------------------------------------------------------
 
 
-def against(results, cell, row="", minus=None, metric="elbo"):
-    """[value of each test set, then their mean]: how much lower `metric` is in `cell` than in
-    `minus` = (cell, row), by default the frozen backbone; means over evaluation seeds.
+def against(results, cell, row="", minus=None):
+    """How much lower the ELBO is in a row of `cell` than in `minus` = (cell, row), by default the
+    frozen backbone: of each test set, then of their mean, one value per evaluation seed.
     """
     other, other_row = minus or (Cell("none", {}, cell.sliced), "frozen")
-    found = [{name: {"a": results[c.name]["scores"][name][r]} for name in results[c.name]["scores"]
-              if name != "valid"} for c, r in ((cell, row), (other, other_row))]
-    joint = {name: {"a": found[0][name]["a"], "b": found[1][name]["a"]} for name in found[0]}
-    return [statistics.fmean(values) for values in columns(joint, metric, "b", "a")]
+    ours, theirs = (results[c.name]["scores"] for c in (cell, other))
+    paired = {name: {"ours": ours[name][row], "theirs": theirs[name][other_row]}
+              for name in ours if name != "valid"}
+    return columns(paired, "elbo", "theirs", "ours")
 
 
-def markdown(head, rows):
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def show(values, digits=4):
-    """mean ± 1.96 standard errors of values; a single one has no interval."""
-    mean, error = mean_error(values)
-    return f"{mean:+.{digits}f}" + (f" ± {error:.{digits}f}" if len(values) > 1 else "")
+def over_training_seeds(results, group, row="", minus_row=None):
+    """`against`, averaged over evaluation seeds: of each set and the mean, one value per Cell."""
+    found = [against(results, cell, row, minus_row and (cell, minus_row)) for cell in group]
+    return list(zip(*([statistics.fmean(values) for values in columns] for columns in found)))
 
 
 def trained_seeds(results, kernel):
@@ -224,32 +223,31 @@ def conditioning_tables(results):
     sets = [name for name in results["none"]["scores"] if name != "valid"]
     gains, uses = [], []
     for kernel in CONDITIONERS:
-        group = trained_seeds(results, kernel)
-        first = results[group[0].name]
-        per_seed = [against(results, cell) for cell in group]
-        gains.append([kernel, f"{first['size']:,}", f"{best_rate(kernel, results):g}", len(group),
-                      *(show(values) for values in zip(*per_seed))])
-        costs = [show([against(results, cell, "", (cell, row))[-1] for cell in group])
-                 for row in (", shuffled t", ", constant t")]
+        group, rate = trained_seeds(results, kernel), best_rate(kernel, results)
+        edge = " (the edge)" if rate in (RATES[0], RATES[-1]) else ""
+        gains.append([kernel, f"{results[group[0].name]['size']:,}", f"{rate:g}{edge}", len(group),
+                      *(show(values, "+") for values in over_training_seeds(results, group))])
+        costs = [show(over_training_seeds(results, group, "", ending)[-1], "+")
+                 for ending in CONTROLS[1:]]
         rough = [sum(v[0] for v in found.values()) / (sum(v[1] for v in found.values()) or 1)
                  for found in (results[cell.name]["roughness"] for cell in group)]
-        rough = f"{statistics.fmean(rough):.1f}" if any(rough) else "reads no t"
-        filled = Cell(kernel, {**group[0].settings, "t_hole": (0.4, 0.6)})
-        hole = show([hole_cost(results, filled, group[0])]) if filled.name in results else ""
-        uses.append([kernel, *costs, rough, hole])
+        holed = Cell(kernel, {**group[0].settings, "t_hole": (0.4, 0.6)})
+        uses.append([kernel, *costs, show(rough, digits=1) if any(rough) else "reads no t",
+                     f"{hole_cost(results, holed, group[0]):+.4f}" if holed.name in results
+                     else ""])
     head = ["conditioner", "parameters", "best rate", "training seeds", *sets, "Avg."]
-    return {"gain over frozen, ELBO in nats per token": markdown(head, gains),
-            "what t is worth, nats per token, and how rough the modulation is": markdown(
+    return {"gain over frozen, ELBO in nats per token": common.markdown(head, *gains),
+            "what t is worth, nats per token, and how rough the modulation is": common.markdown(
                 ["conditioner", "cost of a shuffled t", "cost of a constant t",
-                 "total variation / range", "cost at 0.4 < t < 0.6 of never training there"], uses)}
+                 "total variation / range",
+                 "cost at 0.4 < t < 0.6 of never training there (one seed)"], *uses)}
 
 
 def hole_cost(results, holed, whole):
     """Nats per masked token, in the two bins of t that `holed` never trained in."""
     def middle(cell):
         scores = {k: v for k, v in results[cell.name]["scores"].items() if k != "valid"}
-        return statistics.fmean(row[k] for rows in scores.values() for row in rows[""]["by_t"]
-                                for k in (4, 5))
+        return mean_by_t(scores, "")[4:6].mean().item()
     return middle(holed) - middle(whole)
 
 
@@ -262,10 +260,10 @@ def ablation_table(results):
             cell = full if mode == "full" or how == "masked" else Cell(
                 kernel, {**full.settings, "modulate": mode})
             name = "" if mode == "full" or how == "retrained" else f", {mode}"
-            row.append(f"{against(results, cell, name)[-1]:+.4f}")
-        rows.append([kernel, how, *row, "0"])
-    return {"Table 2: gain over frozen, average of the test sets": markdown(
-        ["conditioner", "others"] + list(MODES), rows)}
+            row.append(show(against(results, cell, name)[-1], "+"))
+        rows.append([kernel, how, *row])
+    return {"Table 2: gain over frozen (none), average of the test sets, one training seed":
+            common.markdown(["conditioner", "others are", *MODES[:-1]], *rows)}
 
 
 def one_at_a_time(results, group, title):
@@ -275,12 +273,13 @@ def one_at_a_time(results, group, title):
         base = trained_seeds(results, cell.kernel)[0]
         changed = ", ".join(f"{k} {v}" for k, v in cell.settings.items()
                             if base.settings.get(k) != v)
-        found = results[cell.name]
-        rows.append([cell.kernel, changed or "sliced backbone", f"{found['size']:,}",
-                     f"{against(results, cell)[-1]:+.4f}", f"{against(results, base)[-1]:+.4f}",
-                     show([against(results, cell, "", (cell, ", shuffled t"))[-1]])])
-    return {title: markdown(["conditioner", "changed", "parameters", "gain over frozen, Avg.",
-                             "gain of the unchanged", "cost of a shuffled t"], rows)}
+        rows.append([cell.kernel, changed or "sliced backbone",
+                     f"{results[cell.name]['size']:,}", *(show(values, "+") for values in (
+                         against(results, cell)[-1], against(results, base)[-1],
+                         against(results, cell, "", (cell, CONTROLS[1]))[-1]))])
+    return {f"{title}, one training seed": common.markdown(
+        ["conditioner", "changed", "parameters", "gain over frozen, Avg.",
+         "gain of the unchanged", "cost of a shuffled t"], *rows)}
 
 
 def frozen_table(results):
@@ -291,8 +290,8 @@ def frozen_table(results):
         scores = results[Cell("none", {}, sliced).name]["scores"]
         scores = {k: v for k, v in scores.items() if k != "valid"}
         rows.append(["sliced, frozen" if sliced else row, *(
-            f"{statistics.fmean(v):.3f}" for v in columns(scores, "cart", row))])
-    return {"CART masked_mean, nats": markdown(["", *scores, "Avg."], rows)}
+            show(values, digits=3) for values in columns(scores, "cart", row))])
+    return {"CART masked_mean, nats": common.markdown(["", *scores, "Avg."], *rows)}
 
 
 def tables(results):
@@ -351,6 +350,8 @@ def main(cfg):
             common.publish("study", cell.name, results[cell.name], cfg, env)
             common.log(f"{time.strftime('%H:%M')} {cell.name}")
     found = tables(read_results())
+    if not found:
+        common.log("no group of cells is complete: see --run")
     for title, table in found.items():
         common.log(f"\n{title}\n\n{table}")
     return found

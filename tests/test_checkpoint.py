@@ -105,13 +105,13 @@ def test_an_adapter_of_a_later_version_is_refused_in_one_line(tmp_path, change):
 
 
 def test_adapters_are_labelled_by_their_file_or_run_and_none_is_lost(tmp_path):
-    paths = [tmp_path / "runs/first/adapter.safetensors", tmp_path / "adapter_dct.safetensors",
+    paths = [tmp_path / "runs/lr-0.01/adapter.safetensors", tmp_path / "adapter_dct.safetensors",
              tmp_path / "other/dct.safetensors"]
     for path, kernel in zip(paths, ("hypernet", "dct", "lora")):
         save_adapter(path, make_adapter(kernel, tiny.CONFIG, mlp_dim=8))
     found = load_adapters([str(paths[0].parent), *map(str, paths[1:])], tiny.CONFIG)
     assert {label: adapter.kernel for label, adapter in found.items()} == {
-        "first": "hypernet", "dct": "dct", str(paths[2]): "lora"}
+        "lr-0.01": "hypernet", "dct": "dct", str(paths[2]): "lora"}
     with pytest.raises(common.UserError, match="is lora, which leaves the recurrence alone"):
         load_adapters(paths, tiny.CONFIG, mark_only=True)
 

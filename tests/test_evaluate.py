@@ -14,6 +14,7 @@ from tiny import command, make_denoiser
 
 import evaluate
 from checkpoint import save_adapter
+from common import UserError
 from data import Corpus, load_corpus
 from mark_adapters import make_adapter
 from text import ByteTokenizer
@@ -338,7 +339,44 @@ def test_every_seed_has_its_own_windows_and_a_small_set_is_scored_whole(scored):
     assert not (draws[0].x0[:5] == draws[1].x0[:5]).all(-1).any()
     for seed in (42, 142):
         alone = evaluate.make_draws(corpora["short"], TOKENIZER, 24, 5, seed)
-        assert alone.maskable.tolist() == [12, 12]       # the text without its [SEP], twice
+        assert alone.maskable.tolist() == 10 * [12]      # without its [SEP]; five drawn, twice over
+
+
+def test_a_set_of_one_window_has_a_row_in_each_bin_of_t(scored):
+    draws = evaluate.make_draws(scored[0]["short"], TOKENIZER, 24, 40)
+    assert sorted((draws.t[:10] * evaluate.BINS).long().tolist()) == list(range(evaluate.BINS))
+    assert (draws.x0 == draws.x0[0]).all()
+
+
+def test_a_text_with_nothing_to_mask_is_refused():
+    empty = Corpus(np.full(5, TOKENIZER.sep_id, np.uint16), 0, 5, "bytes")
+    with pytest.raises(UserError, match="no token that can be masked"):
+        evaluate.make_draws(empty, TOKENIZER, 24, 5)
+
+
+def test_a_rank_without_a_row_scores_nothing(scored, denoiser, monkeypatch):
+    draws = take(evaluate.make_draws(scored[0]["long"], TOKENIZER, 24, 5), [0])
+    monkeypatch.setattr(evaluate.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(evaluate.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(evaluate.common, "rank_and_world", lambda: (3, 4))
+    assert not evaluate.sequence_losses(denoiser.backbone, None, draws).any()
+
+
+def test_the_bits_of_a_byte_count_the_bytes_of_the_text(corpus, denoiser):
+    twice = dataclasses.replace(corpus, n_bytes=2 * corpus.n_bytes)     # two bytes a token
+    scores = [evaluate.metrics(evaluate.sequence_losses(denoiser.backbone, None, draws), draws)
+              for draws in (evaluate.make_draws(c, TOKENIZER, 40, 9) for c in (corpus, twice))]
+    assert scores[1]["bits_per_byte"] == pytest.approx(scores[0]["bits_per_byte"] / 2)
+    assert scores[1]["elbo"] == scores[0]["elbo"]
+
+
+def test_the_sharpness_of_the_weights_is_the_one_asked_for(corpus):
+    draws = evaluate.make_draws(corpus, TOKENIZER, 40, 9, p=0.2)
+    visible = draws.x0[1] != TOKENIZER.pad_id
+    for i in draws.masked[1].nonzero().flatten().tolist():
+        w = 0.5 * sum(0.2 * 0.8 ** (abs(i - j) - 1) for j in range(40)
+                      if visible[j] and not draws.masked[1, j])
+        assert draws.w[1, i].item() == pytest.approx(w, rel=1e-5)
 
 
 def test_other_modes_add_rows_and_leave_the_first_ones_alone(scored, denoiser):
@@ -363,8 +401,23 @@ def test_intervals_are_of_the_paired_differences_and_the_average_is_taken_per_se
     table = evaluate.score_table(result, "m", {"x": ("x",), "x - y": ("x", "y")}, 2)
     assert "| x - y | +0.50 ± 0.00 | +0.00 ± 1.13 | +0.25 ± 0.57 |" in table
     assert "| x | 2.33 ± 1.73 | 2.00 ± 0.00 | 2.17 ± 0.86 |" in table
+    assert math.isnan(evaluate.mean_error([1.0, math.nan])[0])           # no crash
     one = {"a": {"x": {"m": [1.0]}}}
     assert "| x | 1.00 (n/a) | 1.00 (n/a) |" in evaluate.score_table(one, "m", {"x": ("x",)}, 2)
+
+
+def test_a_gain_is_positive_where_the_adapter_is_better_and_a_cost_where_t_helps():
+    def row(elbo):
+        return {m: [elbo] for m in ("cart", "cart_weight_mean", "cart_sum", "elbo",
+                                    "bits_per_byte", "perplexity")} | {"by_t": [[elbo] * 10]}
+    result = {"a": {"frozen": row(2.0), "x": row(1.5), "x, shuffled t": row(1.8),
+                    "x, constant t": row(1.6)}}
+    table = evaluate.tables(result, ["x"])["ELBO, paired differences"]
+    assert "| x, gain over frozen | +0.5000 (n/a) | +0.5000 (n/a) |" in table
+    assert "| x, cost of a shuffled t | +0.3000 (n/a) |" in table
+    assert "| x, cost of a constant t | +0.1000 (n/a) |" in table
+    by_t = evaluate.tables(result, ["x"])["cross-entropy by t, nats per masked token, average"]
+    assert "| x | " + " | ".join(["1.500"] * 10) + " |" in by_t
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -386,7 +439,9 @@ def test_the_command_scores_adapters_and_writes_the_result(work, denoiser):
     assert all(len(row["elbo"]) == 2 for row in rows.values())
     for words in ("uniform", "constant t", "masked_mean", "gain over frozen", "Avg."):
         assert words in run.out
-    assert all(table in run.out for table in metrics["tables"].values())
+    shown = (work / "runs/evaluate/tables.md").read_text()
+    assert len(metrics["tables"]) == 8
+    assert all(table in shown for table in metrics["tables"].values())
     assert re.search(r"held: 4 of \d+ windows of 24 per seed", run.out)     # the cap is stated
     assert (work / "runs/evaluate/table1_scores.png").stat().st_size > 10_000
     assert wrong.status == 2 and wrong.err.count("\n") == 1 and "nowhere" in wrong.err

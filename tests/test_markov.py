@@ -22,10 +22,11 @@ def model(work):
 
 
 @pytest.fixture(scope="module")
-def sample():
+def sample(model):
+    """(ids, the mixers' inputs) of two sequences on the frozen backbone."""
     x_t = torch.randint(97, 123, (2, 12), generator=torch.Generator().manual_seed(0))
     x_t[0, 3] = x_t[1, 5] = 259
-    return x_t, torch.ones_like(x_t, dtype=torch.bool)
+    return x_t, hydra_ssm.mixer_inputs(model, x_t, None, torch.ones_like(x_t, dtype=torch.bool))
 
 
 def awake_adapter(kernel="dct", dtype=torch.float64):
@@ -49,11 +50,12 @@ def random_operator(seed=0, shape=(2, 3, 2, 4)):
 @pytest.mark.parametrize("t", (None, 0.3))
 def test_they_are_the_mixers_answer_to_an_impulse(model, sample, t):
     """Every position holds the same token's Delta, B and C; an impulse in the middle."""
-    x_t, real = sample
+    x_t, inputs = sample
     modulation = None if t is None else at(awake_adapter(), x_t, t)
     with torch.no_grad():
-        op = markov.frozen_operator(model, x_t, real, modulation)
-        layers = hydra_ssm.scan_inputs(model, x_t, modulation)
+        op = markov.frozen_operator(model, inputs, modulation)
+        layers = hydra_ssm.scan_inputs(model, [(u, now, mask) for (u, _, mask), now in zip(
+            inputs, model.operators(modulation))])
     l, b, i, s = 21, 1, 5, 12 + 5                       # token 5 of sequence 1 is the 17th
     for y, (dt, A, B, C, _) in enumerate(layers):
         constant = [v[b:b + 1, i:i + 1].expand(1, l, *v.shape[2:]) for v in (dt, B, C)]
@@ -70,10 +72,10 @@ def test_they_are_the_mixers_answer_to_an_impulse(model, sample, t):
 
 def test_a_change_of_the_states_coordinates_leaves_them_alone(model, sample):
     """Lemma B.1: C T^-1 (T A T^-1)^k T B, with dense matrices."""
-    x_t, real = sample
+    _, inputs = sample
     with torch.no_grad():
-        op = markov.frozen_operator(model, x_t, real)
-        dt, A, B, C, _ = hydra_ssm.scan_inputs(model, x_t)[1]
+        op = markov.frozen_operator(model, inputs)
+        dt, A, B, C, _ = hydra_ssm.scan_inputs(model, inputs)[1]
     T = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for d in (0, 1):
         b, c = dt[0, 7, d, 2] * B[0, 7, d, 0], C[0, 7, d, 0]
@@ -86,10 +88,10 @@ def test_a_change_of_the_states_coordinates_leaves_them_alone(model, sample):
 
 
 def test_zero_order_hold_is_the_integral_of_the_held_input(model, sample):
-    x_t, real = sample
+    _, inputs = sample
     with torch.no_grad():
-        euler, held = (markov.frozen_operator(model, x_t, real, zoh=zoh) for zoh in (False, True))
-        A = torch.stack([A[0] for _, A, *_ in hydra_ssm.scan_inputs(model, x_t)])[:, None, None]
+        euler, held = (markov.frozen_operator(model, inputs, zoh=zoh) for zoh in (False, True))
+        A = torch.stack([A[0] for _, A, *_ in hydra_ssm.scan_inputs(model, inputs)])[:, None, None]
     u = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000              # of the step's length
     integral = torch.stack([torch.exp(A * euler.dt * v) for v in u]).mean(0)
     torch.testing.assert_close(held.gain / euler.gain, integral, rtol=1e-6, atol=0)  # midpoint rule
@@ -97,22 +99,22 @@ def test_zero_order_hold_is_the_integral_of_the_held_input(model, sample):
 
 
 def test_pads_are_not_in_the_sample(model, sample):
-    x_t, real = sample
+    x_t, inputs = sample
     padded, known = torch.nn.functional.pad(x_t, (0, 4), value=256), torch.zeros(2, 16).bool()
     known[:, :12] = True
     with torch.no_grad():
-        for short, long in zip(*(markov.frozen_operator(model, *v)
-                                 for v in ((x_t, real), (padded, known)))):
+        wider = hydra_ssm.mixer_inputs(model, padded, None, known)
+        for short, long in zip(*(markov.frozen_operator(model, v) for v in (inputs, wider))):
             torch.testing.assert_close(short, long, rtol=1e-9, atol=1e-13)
 
 
 def test_an_untrained_adapter_is_the_backbone(model, sample):
-    x_t, real = sample
+    x_t, inputs = sample
     with torch.no_grad():
-        frozen = markov.frozen_operator(model, x_t, real)
+        frozen = markov.frozen_operator(model, inputs)
         for kernel in ("hypernet", "chebyshev", "dct"):
             adapter = make_adapter(kernel, tiny.CONFIG, mlp_dim=16).double()
-            now = markov.frozen_operator(model, x_t, real, at(adapter, x_t, 0.7))
+            now = markov.frozen_operator(model, inputs, at(adapter, x_t, 0.7))
             assert all(map(torch.equal, now, frozen))
 
 
@@ -158,16 +160,15 @@ def test_half_of_a_state_is_left_after_its_half_life():
 
 
 def test_no_parameter_of_the_sample_passes_the_bound_of_lemma_b2(model, sample):
-    x_t, real = sample
+    x_t, inputs = sample
     adapter = awake_adapter()
     A_log = torch.stack([layer.mixer.A_log for layer in model.layers])
     with torch.no_grad():
-        operators = [markov.frozen_operator(model, x_t, real, at(adapter, x_t, t))
+        operators = [markov.frozen_operator(model, inputs, at(adapter, x_t, t))
                      for t in (0.0, 0.2, 0.9)]
         beta_A = adapter.effective_magnitudes()[:, 0]
         bound = markov.lemma_bound(operators, A_log, beta_A, markov.LAGS)
-        single = [markov.lemma_bound([op._replace(B=op.B, C=op.C)], A_log, beta_A, markov.LAGS)
-                  for op in operators]
+        single = [markov.lemma_bound([op], A_log, beta_A, markov.LAGS) for op in operators]
     for op, alone in zip(operators, single):
         assert (markov.profile(op, markov.LAGS) <= alone).all() and (alone <= bound).all()
     # M_C M_B rho^k, written out for one layer alone
@@ -221,12 +222,40 @@ def test_an_adapter_that_ignores_t_shows_no_distance_between_times(model, sample
         def effective_magnitudes(self):
             return torch.full((2, 7), 0.3, dtype=torch.float64)
 
-    found = markov.analyse(model.float(), Constant(), *sample, [0.0, 0.5, 1.0])
-    model.double()
+    found = markov.analyse(model, Constant(), sample[1], [0.0, 0.25, 0.5, 0.75, 1.0])
     distance = torch.tensor(found["distance"])
-    assert (distance[:3, :3] < 1e-7).all() and (distance[:3, 3] > 0.01).all()
-    assert found["half_life"][0] == found["half_life"][2] != found["half_life_frozen"]
-    assert "| 0.000 (0.000) |" in markov.table({"constant": found})
+    assert (distance[:5, :5] < 1e-7).all() and (distance[:5, 5] > 0.01).all()
+    assert found["half_life"][0] == found["half_life"][4] != found["half_life_frozen"]
+    assert "| constant | 0.000 (0.000) |" in markov.table({"constant": found})
+
+
+def test_the_profiles_are_at_the_times_of_figure_3(model, sample):
+    x_t, inputs = sample
+    adapter, grid = awake_adapter(), torch.linspace(0, 1, 9).tolist()
+    found = markov.analyse(model, adapter, inputs, grid)
+    for t, curve in zip(markov.TIMES, found["profile"], strict=True):
+        with torch.no_grad():
+            op = markov.frozen_operator(model, inputs, at(adapter, x_t, t))
+        assert curve == markov.profile(op, markov.LAGS).tolist()
+    assert len(found["half_life"]) == 9 and len(found["distance"]) == 10
+
+
+def test_a_change_of_the_diagonal_alone_moves_no_operator(model, sample):
+    x_t, inputs = sample
+    with torch.no_grad():
+        only_D = markov.frozen_operator(model, inputs, at(awake_adapter(), x_t, 0.3).keep("D"))
+        assert all(map(torch.equal, only_D, markov.frozen_operator(model, inputs)))
+
+
+def test_the_table_reads_the_right_times_and_lags():
+    curve = [1.0] * len(markov.LAGS)
+    at_1024 = markov.LAGS.tolist().index(1024)
+    profiles = [[v * (1 + i) if k == at_1024 else v for k, v in enumerate(curve)] for i in range(5)]
+    far = [[abs(i - j) / 10 for j in range(6)] for i in range(6)]
+    found = {"distance": far, "profile": profiles, "profile_frozen": [2 * v for v in curve],
+             "half_life": [[3.0, 8.0], [5.0, 2.0], [4.0, 4.0]], "half_life_frozen": [4.0, 4.0]}
+    row = "| x | 0.200 (0.400) | 0.300 | 0.50 to 2.00 | 0.50 | 1.50 | 2.50 |"
+    assert row in markov.table({"x": found})
 
 
 def test_the_command_leaves_a_table_its_numbers_and_three_figures(work):
@@ -235,18 +264,19 @@ def test_the_command_leaves_a_table_its_numbers_and_three_figures(work):
         paths.append(work / f"{kernel}.safetensors")
         save_adapter(paths[-1], awake_adapter(kernel, torch.float32))
     options = ("--weights", work / "backbone.safetensors", "--data", work / "text.txt", "--seqlen",
-               24, "--windows", 3, "--grid", 3)
+               24, "--windows", 3, "--grid", 5)
     run = tiny.command("markov.py", *options, "--adapter", *paths)
     assert run.status == 0, run.err
     metrics = json.loads((work / "runs/markov/result.json").read_text())["metrics"]
     assert metrics["table"] in run.out and metrics["lags"][-1] == 4096
     found = metrics["adapters"]["dct"]
-    assert len(found["distance"]) == 4 and len(found["profile"]) == len(markov.TIMES)
+    assert len(found["distance"]) == 6 and len(found["profile"]) == len(markov.TIMES)
     assert "exponent" in found["learned"] and "spectrum" in found["learned"]
     for name in ("profiles", "operators", "coefficients"):
         assert (work / f"runs/markov/fig3_{name}.png").stat().st_size > 10_000
     save_adapter(work / "adaln.safetensors", make_adapter("adaln", tiny.CONFIG))
     run = tiny.command("markov.py", *options, "--adapter", work / "adaln.safetensors")
     assert run.status == 2 and "adaln" in run.err and run.err.count("\n") == 1
-    run = tiny.command("markov.py", *options, "--masked", "1.5")
-    assert run.status == 2 and "--masked 1.5" in run.err
+    for wrong in (("--masked", "1.5"), ("--grid", "8")):
+        run = tiny.command("markov.py", *options, *wrong)
+        assert run.status == 2 and " ".join(wrong) in run.err

@@ -21,7 +21,8 @@ SETS = ("valid", "one", "two")
 def scores(elbo, rows=("", ", shuffled t", ", constant t", ", A")):
     """A cell's scores: each row 0.1 worse than the one before it, two evaluation seeds."""
     return {name: {row: {"elbo": [elbo + 0.1 * i + j, elbo + 0.1 * i + j + 0.02],
-                         "cart": [elbo, elbo], "by_t": [[elbo] * 10, [elbo] * 10]}
+                         "cart": [elbo + j, elbo + j],
+                         "by_t": [[elbo if k in (4, 5) else 9.0 for k in range(10)]] * 2}
                    for i, row in enumerate(rows)} for j, name in enumerate(SETS)}
 
 
@@ -31,7 +32,7 @@ def every_cell():
     for group in study.GROUPS:
         for cell in study.cells(group, results):
             if cell.kernel == "none":
-                found = {"scores": scores(2.0, ("uniform", "unigram", "frozen"))}
+                found = {"scores": scores(2.0 + 3 * cell.sliced, ("uniform", "unigram", "frozen"))}
             else:
                 elbo = 1.9 + 0.01 * (cell.settings["lr"] != 2e-3) + cell.settings["seed"] * 1e-5
                 elbo += 0.05 * (cell.settings.get("modulate") == "A")
@@ -133,11 +134,15 @@ def setting(work, monkeypatch):
 
 
 @pytest.mark.parametrize("cell", [
-    study.Cell("dct", {"lr": 1e-3, "seed": 42}), study.Cell("adaln", {"lr": 1e-3, "seed": 42}, True),
+    study.Cell("dct", {"lr": 1e-3, "seed": 42}),
+    study.Cell("adaln", {"lr": 1e-3, "seed": 42}, sliced=True),
     study.Cell("dct", {"lr": 1e-3, "seed": 42, "modulate": "BC"}), study.Cell("none", {}, True)],
     ids=lambda cell: cell.name)
-def test_a_cell_trains_scores_and_keeps_what_the_tables_need(work, setting, cell):
+def test_a_cell_trains_scores_and_keeps_what_the_tables_need(work, setting, cell, monkeypatch):
     cfg, corpora = setting
+    asked, score = [], study.score
+    monkeypatch.setattr(study, "score",
+                        lambda *args, **how: asked.append(how) or score(*args, **how))
     found = study.run_cell(cell, cfg, ByteTokenizer(), corpora)
     rows = found["scores"]["held"]
     if cell.kernel == "none":
@@ -146,6 +151,8 @@ def test_a_cell_trains_scores_and_keeps_what_the_tables_need(work, setting, cell
     assert {"", ", shuffled t", ", constant t"} <= rows.keys() and len(rows[""]["elbo"]) == 2
     assert (", BC" in rows) == (cell == study.Cell("dct", {"lr": 1e-3, "seed": 42}))
     assert found["size"] > 0 and found["sliced"] == cell.sliced and found["roughness"]
+    first = cell.settings.get("modulate", "full")
+    assert asked[0]["modes"][0] == first and (len(asked[0]["modes"]) == 7) == (", BC" in rows)
     reaches_A = json.loads((work / f"runs/study_{cell.name}/config.json").read_text())["config"]
     assert reaches_A["modulate"] == cell.settings.get("modulate", "full")
 
@@ -180,12 +187,15 @@ def test_a_group_that_does_not_exist_or_has_no_text_is_one_line(work):
 def test_gains_are_paired_with_the_frozen_backbone_of_the_same_kind_and_averaged():
     results = every_cell()
     cell = study.trained_seeds(results, "dct")[0]
-    assert study.against(results, cell) == pytest.approx(
-        [2.0 + 0.2 - 1.9 - 42e-5] * 3)                   # frozen is the third row, so 0.2 up
-    assert study.against(results, cell, "", (cell, ", constant t")) == pytest.approx([0.2] * 3)
-    results["none_sliced"]["scores"]["one"]["frozen"]["elbo"] = [9.0, 9.0]
+    gain = 2.0 + 0.2 - 1.9 - 42e-5                       # frozen is the third row, so 0.2 up
+    assert study.against(results, cell) == [pytest.approx([gain] * 2)] * 3
+    results["none"]["scores"]["one"]["frozen"]["elbo"][1] += 0.5         # one evaluation seed
+    assert study.against(results, cell)[0] == pytest.approx([gain, gain + 0.5])
+    assert study.against(results, cell)[-1] == pytest.approx([gain, gain + 0.25])
+    constant = study.against(results, cell, "", (cell, ", constant t"))
+    assert constant == [pytest.approx([0.2] * 2)] * 3
     sliced = study.Cell("dct", {"lr": 2e-3, "seed": 42}, sliced=True)
-    assert study.against(results, sliced)[0] == pytest.approx(9 - 2.9 - 42e-5 - 0.01)
+    assert study.against(results, sliced)[0] == pytest.approx([gain + 3] * 2)
     assert len(study.trained_seeds(results, "dct")) == 5
 
 
@@ -193,18 +203,34 @@ def test_the_tables_show_the_numbers_of_the_cells():
     results = every_cell()
     found = study.tables(results)
     assert len(found) == 7
+    frozen = found["CART masked_mean, nats"].splitlines()
+    assert frozen[-2:] == ["| frozen | 3.000 ± 0.000 | 4.000 ± 0.000 | 3.500 ± 0.000 |",
+                           "| sliced, frozen | 6.000 ± 0.000 | 7.000 ± 0.000 | 6.500 ± 0.000 |"]
     gains = found["gain over frozen, ELBO in nats per token"].splitlines()
     values = [2.2 - 1.9 - seed * 1e-5 for seed in common.SEEDS[:5]]
     error = 1.96 * statistics.stdev(values) / 5 ** 0.5
     cell = f"{statistics.fmean(values):+.4f} ± {error:.4f}"
     assert gains[2] == f"| hypernet | 1,000 | 0.002 | 5 | {cell} | {cell} | {cell} |"
     uses = next(table for title, table in found.items() if title.startswith("what t is worth"))
-    assert "| dct | +0.1000 ± 0.0000 | +0.2000 ± 0.0000 | 2.0 | +0.0300 |" in uses
-    assert "| lora | +0.1000 ± 0.0000 | +0.2000 ± 0.0000 | reads no t |" in uses
-    ablation = found["Table 2: gain over frozen, average of the test sets"].splitlines()
-    masked, retrained = (dict(zip(study.MODES, row.split(" | ")[2:])) for row in ablation[2:4])
-    assert masked["full"] == retrained["full"] == "+0.2996"
-    assert masked["all-except-A"] == "-0.0004" and retrained["A"] == "+0.2496"
+    assert "| dct | +0.1000 ± 0.0000 | +0.2000 ± 0.0000 | 2.0 ± 0.0 | +0.0300 |" in uses
+    assert "| lora | +0.1000 ± 0.0000 | +0.2000 ± 0.0000 | reads no t | +0.0300 |" in uses
+    ablation = next(table for title, table in found.items() if title.startswith("Table 2"))
+    masked, retrained = (dict(zip(study.MODES, row.strip("| ").split(" | ")[2:]))
+                         for row in ablation.splitlines()[2:4])
+    assert masked["full"] == retrained["full"] == "+0.2996 ± 0.0000"
+    assert masked["all-except-A"] == "-0.0004 ± 0.0000"
+    assert retrained["A"] == "+0.2496 ± 0.0000"
+    sliced = next(table for title, table in found.items() if title.startswith("the sliced"))
+    assert ("| hypernet | sliced backbone | 1,000 | +3.2996 ± 0.0000 | +0.2996 ± 0.0000 | "
+            "+0.1000 ± 0.0000 |") in sliced
+
+
+def test_a_rate_at_the_edge_of_those_tried_is_marked():
+    results = every_cell()
+    fast = results[study.Cell("dct", {"lr": 4e-3, "seed": 42}).name]
+    fast["scores"]["valid"][""]["elbo"] = [0, 0]
+    gains = study.conditioning_tables(results)["gain over frozen, ELBO in nats per token"]
+    assert "| dct | 1,000 | 0.004 (the edge) | 1 |" in gains
 
 
 def test_a_table_waits_for_its_last_cell():
@@ -252,4 +278,5 @@ def test_a_cheap_committed_cell_is_what_it_would_be_now(monkeypatch):
                           cfg.seqlen, cfg.windows, [42], torch.arange(256).repeat(2))
         was = saved["metrics"]["scores"]["shakespeare"]["frozen"]
         for metric in ("elbo", "cart"):                  # float32 on another machine
-            assert now["shakespeare"]["frozen"][metric][0] == pytest.approx(was[metric][0], rel=1e-4)
+            got = now["shakespeare"]["frozen"][metric][0]
+            assert got == pytest.approx(was[metric][0], rel=1e-4)
