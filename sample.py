@@ -254,12 +254,12 @@ def judge(model, adapter, tokenizer, cfg):
 
 def judgement_table(rows, columns=(8, 32, 128)):
     """Markdown: NUMBERS of each text at some numbers of steps."""
-    lines = [[" / ".join(NUMBERS.values()), *(f"{steps} steps" for steps in columns)], 4 * ["---"]]
+    lines = []
     for text in dict.fromkeys(row["text"] for row in rows):
         cells = {row["steps"]: " / ".join("{:.2f} ± {:.2f}".format(*row[n]) for n in NUMBERS)
                  for row in rows if row["text"] == text}
         lines.append([text, *(cells.get(steps, cells.get(0)) for steps in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return common.markdown([" / ".join(NUMBERS.values()), *(f"{n} steps" for n in columns)], *lines)
 
 
 def draw_judgement(path, rows):

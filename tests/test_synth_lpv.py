@@ -1,0 +1,311 @@
+"""Algorithms 5 to 7, sensitivities, bound and fits against plain float64 loops from the equations.
+
+Tolerances. float64 against a loop: 1e-11 of the largest entry, sums in another order. Fits are in
+float32: with no noise and the true start, y is rounded to 6e-8 of itself, and what a fit makes of
+that is below 1e-5 of an operator of size 1.
+"""
+import json
+import math
+
+import common
+import numpy as np
+import pytest
+import synth_lpv
+import torch
+from synth_lpv import Config, OURS, PUBLIC, recover, summarise, table
+
+KERNELS = ("hypernet", "chebyshev", "dct")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+
+
+def random_system(kernel, seed=42, truth=OURS):
+    return synth_lpv.draw_truth(kernel, seed, truth)
+
+
+def matrices_by_hand(kernel, P, tau):
+    """A, B, C (lists of 4 scalars) of the first seed at one tau, as the algorithms are printed."""
+    P = {name: value[0] for name, value in P.items()}
+    if kernel == "hypernet":
+        h = torch.tensor([wave(2 * math.pi * m * tau) for wave in (math.sin, math.cos)
+                          for m in range(64)], dtype=torch.float64)
+        for layer in range(1, 5):
+            z = P[f"W{layer}"] @ h + P[f"b{layer}"][:, 0]
+            h = z / (1 + torch.exp(-z))
+
+        def uvflat(q):
+            U, V = [[q[0], q[1]], [q[2], q[3]]], [[q[4], q[5]], [q[6], q[7]]]
+            return [sum(U[i][r] * V[r][j] for r in range(2)) for i in range(2) for j in range(2)]
+
+        beta_A = 0.5 / (1 + math.exp(-P["beta_A_param"]))
+        shift = P["W_A"] @ h
+        A = [-torch.exp(P["A_log_base"][i, 0] + beta_A * torch.tanh(shift[i])) for i in range(4)]
+        base = uvflat([*P["U_base"].flatten(), *P["V_base"].flatten()])
+        flat = {name: uvflat(P[name] @ h) for name in synth_lpv.HEADS if name != "W_A"}
+        B = [base[i] * (1 + P["alpha_B"].item() * torch.tanh(flat["W_B_scale"][i]))
+             + P["beta_B"].item() * torch.tanh(flat["W_B_shift"][i]) for i in range(4)]
+        C = [1 + P["alpha_C"].item() * torch.tanh(flat["W_C_scale"][i])
+             + P["beta_C"].item() * torch.tanh(flat["W_C_shift"][i]) for i in range(4)]
+        return A, B, C
+    if kernel == "chebyshev":
+        z = 2 * tau - 1
+        basis = [1.0, z, 2 * z * z - 1]
+    else:
+        exponent = math.log1p(math.exp(P["alpha"])) + 1e-4
+        basis = [math.sqrt((1 if k == 0 else 2) / 256) * math.cos(math.pi * k * tau)
+                 * (k + 1) ** -exponent for k in range(8)]
+    theta = P["theta"]                       # rows: A_1..4, U_11, U_12, U_21, .., U_42, V_1, V_2
+    shift = [sum(basis[k] * theta[c, 1 + k] for k in range(len(basis))) for c in range(14)]
+    value = [theta[c, 0] + P["beta_A" if c < 4 else "beta_B"].item() * torch.tanh(shift[c])
+             for c in range(14)]
+    B = [sum(value[4 + 2 * i + r] * value[12 + r] for r in range(2)) for i in range(4)]
+    return [-torch.exp(v) for v in value[:4]], B, [1.0] * 4
+
+
+def roll_out_by_hand(kernel, P, tau, u):
+    """y_s of one trajectory, tau and u lists of floats."""
+    x, ys = [0.0] * 4, []
+    for tau_s, u_s in zip(tau, u):
+        A, B, C = matrices_by_hand(kernel, P, tau_s)
+        for i in range(4):
+            Abar = torch.exp(A[i] * 0.1)
+            x[i] = Abar * x[i] + (Abar - 1) / (A[i] + 1e-7) * B[i] * u_s
+        ys.append(sum(C[i] * x[i] for i in range(4)))
+    return torch.stack(ys)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_roll_out_and_operator_are_the_algorithms_in_a_scalar_loop(kernel):
+    P = random_system(kernel)
+    cfg = Config(noise=0.0)
+    tau, u, y = synth_lpv.draw_data(kernel, 7, P, 3, cfg)
+    want = torch.stack([roll_out_by_hand(kernel, P, tau[0, :, b].tolist(), u[0, :, b].tolist())
+                        for b in range(3)], 1)
+    assert torch.allclose(y[0], want, rtol=0, atol=1e-11 * want.abs().max())
+    M = synth_lpv.markov_operator(kernel, P)[0]
+    assert M.shape == (15, 200)
+    for m in (0, 57, 199):
+        A, B, C = matrices_by_hand(kernel, P, m / 199)
+        for k in (0, 1, 14):
+            Abar = [math.exp(a * 0.1) for a in A]
+            want = sum(C[i] * Abar[i] ** k * (Abar[i] - 1) / (A[i] + 1e-7) * B[i] for i in range(4))
+            assert abs(M[k, m] - want) < 1e-11
+
+
+@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+def test_sensitivities_are_those_of_autograd_through_the_scalar_loop(kernel):
+    P, cfg = random_system(kernel), Config(noise=0.3)
+    tau, u, y = (v[:, :5] for v in synth_lpv.draw_data(kernel, 7, P, 2, cfg))
+    features = synth_lpv.KERNELS[kernel][0](tau.flatten(1))
+    JTJ, JTr, rTr = synth_lpv.normal_equations(P, features, u, y)
+
+    def outputs(theta):
+        return torch.cat([roll_out_by_hand(kernel, P | {"theta": theta}, tau[0, :, b].tolist(),
+                                           u[0, :, b].tolist()) for b in range(2)])
+
+    J = torch.autograd.functional.jacobian(outputs, P["theta"])[:, 0].flatten(1)
+    r = y[0].mT.flatten() - outputs(P["theta"])
+    for got, want in ((JTJ[0], J.mT @ J), (JTr[0], J.mT @ r), (rTr[0], r @ r)):
+        assert torch.allclose(got, want, rtol=0, atol=1e-11 * want.abs().max())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_noise_and_the_true_start_give_no_error(kernel):
+    cfg = Config(sizes=(10,), seeds=2, noise=0.0, start_noise=0.0, steps=30, iterations=10)
+    assert max(recover(kernel, cfg)["sizes"][10]["moe"]) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+def test_without_noise_levenberg_marquardt_finds_the_operator_from_a_noisy_start(kernel):
+    cfg = Config(sizes=(200,), seeds=2, noise=0.0, iterations=60)
+    record = recover(kernel, cfg)
+    for start, end in zip(record["start"], record["sizes"][200]["moe"]):
+        assert end < 0.03 * start
+
+
+def test_results_repeat_bit_for_bit_whatever_else_is_run():
+    cfg = Config(sizes=(5, 9), seeds=2, steps=25, iterations=4)
+    together = synth_lpv.main(cfg)["kernels"]
+    for kernel in KERNELS:
+        alone = recover(kernel, Config(sizes=(9,), seeds=2, steps=25, iterations=4))
+        assert alone["sizes"][9] == together[kernel]["sizes"][9]
+        assert alone["start"] == together[kernel]["start"]
+
+
+def test_seeds_differ_and_are_those_of_the_paper_and_each_size_has_its_own_data():
+    record = recover("chebyshev", Config(sizes=(3,), seeds=3, iterations=1))
+    assert record["seeds"] == [42, 142, 242]
+    assert len(set(record["sizes"][3]["moe"])) == 3
+    few, many = (synth_lpv.draw_data("chebyshev", 42, random_system("chebyshev"), size, Config())
+                 for size in (1, 2))
+    assert not set(few[0].flatten().tolist()) & set(many[0].flatten().tolist())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_trajectory_is_enough_to_run_and_one_seed_has_no_interval(kernel):
+    cfg = Config(kernel=(kernel,), sizes=(1,), seeds=1, steps=5, iterations=5)
+    result = synth_lpv.main(cfg)
+    assert math.isfinite(result["kernels"][kernel]["sizes"][1]["moe"][0])
+    assert "n/a" in result["table"] and "nan" not in result["table"].lower()
+    text = (common.ROOT / cfg.out / "recovery.json").read_text()
+    assert json.loads(text)["metrics"]["summary"][kernel]["moe"][0][1] is None
+
+
+def test_a_fit_that_diverges_is_left_out_of_the_mean_and_n_says_so():
+    cfg = Config(kernel=("chebyshev",), sizes=(4, 8), seeds=3, iterations=3)
+    record = recover("chebyshev", cfg)
+    for bad in (math.nan, math.inf, 11 * record["norm"][1]):
+        record["sizes"][8]["moe"][1] = bad
+        summary = summarise(record)
+        others = [record["sizes"][8]["moe"][i] for i in (0, 2)]
+        assert summary["moe"][1][0] == pytest.approx(np.mean(others), rel=1e-12)
+        assert summary["moe"][1][2] == 2 and summary["moe"][0][2] == 3
+        assert summary["seed_rates"][0][2] == 2
+        text = table({"chebyshev": summary}, cfg)
+        assert summary["diverged"] == [0, 1]
+        assert "(n = 2)" in text and "nan" not in text and "inf" not in text.split("\n\n")[0]
+
+
+def test_a_rate_that_is_far_too_high_does_diverge():
+    cfg = Config(kernel=("dct",), sizes=(4,), seeds=2, fit="adam", lr=1e3, hold_out=0.0, steps=20)
+    assert "(n = 0)" in synth_lpv.main(cfg)["table"]
+
+
+def test_the_held_out_trajectories_stop_a_fit_that_only_gets_worse():
+    kept, spent = (recover("hypernet", Config(sizes=(10,), seeds=2, lr=1.0, steps=20, hold_out=h))
+                   for h in (0.2, 0.0))
+    assert max(kept["sizes"][10]["moe"]) <= max(kept["start"])
+    assert min(spent["sizes"][10]["moe"]) > 1.1 * max(spent["start"])
+
+
+def test_the_bound_of_a_linear_model_is_the_textbook_one():
+    X = torch.randn(3, 50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    G = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    got = synth_lpv.cramer_rao(X.mT @ X, G, 0.3)
+    for i in range(3):
+        covariance = 0.09 * np.linalg.inv((X[i].mT @ X[i]).numpy())
+        assert got[i].item() == pytest.approx(np.trace(G[i].numpy() @ covariance @ G[i].mT.numpy()))
+
+
+def test_the_bound_leaves_out_what_the_data_cannot_see():
+    X = torch.zeros(1, 5, 2, dtype=torch.float64)
+    X[0, :, 0] = 2                                                    # the second is never seen
+    got = synth_lpv.cramer_rao(X.mT @ X, torch.eye(2, dtype=torch.float64)[None], 1.0)
+    assert got.item() == pytest.approx(1 / 20)
+
+
+@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+def test_the_bound_does_not_change_when_U_V_and_beta_B_are_rescaled_together(kernel):
+    bounds = []
+    for scale in (1.0, 30.0):
+        P = random_system(kernel)
+        P["theta"][:, 4:, 0] *= scale
+        P["beta_B"] *= scale
+        tau, u, y = synth_lpv.draw_data(kernel, 7, P, 200, Config())
+        features = synth_lpv.KERNELS[kernel][0](tau.flatten(1))
+        JTJ, _, _ = synth_lpv.normal_equations(P, features, u, y)
+        bounds.append(synth_lpv.cramer_rao(JTJ, synth_lpv.operator_jacobian(kernel, P), 0.1).item())
+    assert bounds[1] == pytest.approx(bounds[0], rel=1e-6)  # eigenvalues span 1e10
+
+
+def test_the_operator_jacobian_is_the_slope_of_the_error():
+    P = random_system("dct")
+    G = synth_lpv.operator_jacobian("dct", P)[0]
+    step = torch.randn(P["theta"].shape, generator=torch.Generator().manual_seed(0)).double()
+    moved = P | {"theta": P["theta"] + 1e-6 * step}
+    error = synth_lpv.operator_error(*(synth_lpv.markov_operator("dct", p) for p in (moved, P)))
+    assert (1e-6 * (G @ step.flatten()).norm()).item() == pytest.approx(error.item(), rel=1e-4)
+
+
+def test_alpha_of_the_dct_is_a_gauge_of_its_coefficients():
+    P = random_system("dct")
+    k = torch.arange(8.0).double()
+    softplus = [math.log1p(math.exp(a)) for a in (P["alpha"].item(), 1.3)]
+    moved = {**P, "alpha": torch.full_like(P["alpha"], 1.3), "theta": P["theta"].clone()}
+    moved["theta"][..., 1:] *= (k + 1) ** (softplus[1] - softplus[0])
+    error = synth_lpv.operator_error(*(synth_lpv.markov_operator("dct", p) for p in (moved, P)))
+    assert error.item() < 1e-12
+
+
+def test_excitation_is_the_least_eigenvalue_of_a_moment_matrix_written_as_loops():
+    tau, u, _ = synth_lpv.draw_data("dct", 3, random_system("dct"), 60, Config())
+    moment, n = np.zeros((120, 120)), 0
+    for b in range(60):
+        for s in range(14, 20):
+            psi = [1.0] + [math.sqrt(2) * math.cos(math.pi * j * tau[0, s, b]) for j in range(1, 8)]
+            z = np.array([p * u[0, s - k, b].item() for p in psi for k in range(15)])
+            moment, n = moment + np.outer(z, z), n + 1
+    want = np.linalg.eigvalsh(moment / n)[0]
+    assert synth_lpv.excitation(tau, u).item() == pytest.approx(want, rel=1e-8)
+    many = synth_lpv.draw_data("dct", 3, random_system("dct"), 20000, Config())[:2]
+    assert 0.9 < synth_lpv.excitation(*many).item() < 1                # white noise: 1 in the limit
+
+
+def test_summaries_recover_the_exponent_of_a_power_law():
+    sizes = {n: {"moe": [0.1 * n ** -0.7, 0.2 * n ** -0.3], "public": [1.0, 1.0],
+                 "kappa_pe": [0.5, 0.5], "bound": [n ** -0.5] * 2} for n in (50, 100, 400)}
+    summary = summarise({"norm": [1, 1], "start": [0.5, 0.0399], "constant": [1, 1],
+                         "sizes": sizes})
+    assert summary["bound_rates"] == pytest.approx([-0.5, -0.5])
+    for mean, error, n in summary["seed_rates"]:
+        assert (mean, error, n) == (pytest.approx(-0.5), pytest.approx(1.96 * 0.2), 2)
+    assert summary["better"] == [0.5, 0.5, 1.0]        # the second seed: 0.062, 0.050, 0.033
+    square = [np.mean([(m / b) ** 2 for m, b in zip(r["moe"], r["bound"])]) for r in sizes.values()]
+    assert summary["ratio"] == pytest.approx(np.sqrt(square))
+
+
+def test_constant_tau_holds_tau_along_a_trajectory_only():
+    P = random_system("chebyshev")
+    frozen, _, _ = synth_lpv.draw_data("chebyshev", 1, P, 6, Config(constant_tau=True))
+    assert (frozen == frozen[:, :1]).all() and len(frozen.unique()) == 6
+    assert len(synth_lpv.draw_data("chebyshev", 1, P, 6, Config())[0].unique()) == 120
+
+
+def test_the_start_has_the_noise_that_it_says():
+    P, cfg = random_system("dct"), Config(start_noise=0.1)
+    moves = torch.stack([synth_lpv.noisy_copy(s, P, ["theta"], cfg)["theta"] - P["theta"]
+                         for s in range(200)])
+    assert moves[..., 0].std().item() == pytest.approx(0.1, rel=0.1)   # absolute on the bases
+    rms = P["theta"][..., 1:].square().mean().sqrt().item()
+    assert moves[..., 1:].std().item() == pytest.approx(0.1 * rms, rel=0.05)
+    public = random_system("dct", truth=PUBLIC)
+    moves = torch.stack([synth_lpv.noisy_copy(s, public, ["theta", "alpha"], Config(published=True))
+                         ["alpha"] for s in range(200)]) - public["alpha"]
+    assert moves.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_published_runs_the_public_seeds_and_prints_its_scaling():
+    cfg = Config(published=True, sizes=(4,), seeds=2, steps=3)
+    result = synth_lpv.main(cfg)
+    assert list(result["kernels"]) == ["chebyshev", "dct"]
+    assert result["kernels"]["dct"]["seeds"] == [0, 42] and "scaling" in result["table"]
+    saved = json.loads((common.ROOT / cfg.out / "published.json").read_text())["config"]
+    assert (saved["lr"], saved["batch"], saved["steps"]) == (0.08, 0, 3)   # a flag wins
+    row = result["kernels"]["dct"]["sizes"][4]
+    assert "bound" not in row and all(p > m for p, m in zip(row["public"], row["moe"]))
+
+
+def test_publish_writes_result_and_figure_from_the_same_numbers():
+    cfg = Config(kernel=("chebyshev",), sizes=(4, 8), seeds=2, iterations=2, publish=True)
+    result = synth_lpv.main(cfg)
+    saved = json.loads((common.ROOT / "results/synth_lpv/recovery.json").read_text())
+    assert saved["metrics"]["table"] == result["table"] and saved["config"]["iterations"] == 2
+    assert (common.ROOT / "figures/fig2_recovery.png").stat().st_size > 10_000
+    assert "N^-1/4" in result["table"] and "Cramer-Rao" in result["table"]
+
+
+@pytest.mark.parametrize("wrong", ({"kernel": ("fourier",)}, {"sizes": (0,)}, {"seeds": 16},
+                                   {"hold_out": 1.0}, {"steps": 0}, {"sizes": ()}))
+def test_a_setting_that_cannot_be_run_is_refused(wrong):
+    with pytest.raises(common.UserError, match="need --kernel of"):
+        synth_lpv.main(Config(**wrong))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+def test_the_fitted_error_is_within_15_percent_of_the_bound(kernel):
+    summary = summarise(recover(kernel, Config(sizes=(200, 400, 800, 1600))))
+    assert all(0.85 < ratio < 1.15 for ratio in summary["ratio"]), summary["ratio"]
