@@ -419,8 +419,8 @@ def table(summaries, cfg):
                       f"{show(s['constant'], 3)})", *(f"{v:.0%}" for v in s["better"]), "", ""])
     lines.append(["kappa_pe (eq. 26)", *(show(v, 2) for v in s["kappa_pe"]), "", ""])
     return common.markdown(head, *lines) + (
-        f"\n\nMean ± 1.96 standard errors over {cfg.seeds} seeds; a fit that diverged is left out, "
-        f"and n says so. {NOTE}")
+        f"\n\nMean ± 1.96 standard errors over {cfg.seeds} seeds; a fit that diverged is left "
+        f"out, and n says so. {NOTE}")
 
 
 def draw(summaries, sizes, path):
