@@ -279,7 +279,7 @@ def draw_scores(result, labels, path):
                            mfc="none" if ending else None, label=label + ending)
         by_t.plot([(k + 0.5) / BINS for k in range(BINS)],
                   (mean_by_t(result, "frozen") - mean_by_t(result, label)).tolist(), "o-", ms=3)
-    gains.set_xticks(range(len(names)), names)
+    gains.set_xticks(range(len(names)), names, fontsize=8)
     gains.set(ylabel="ELBO gained over frozen\n(nats per token)", title="by data set")
     by_t.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
              title="by t, average over data sets")

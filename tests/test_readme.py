@@ -5,8 +5,11 @@
 import ast
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -28,18 +31,46 @@ def backbone():
                    f"**{row['model']:.3f}**"] for name, row in metrics["held_out"].items()])
 
 
-def adapters():
-    by_text = result("evaluate/small")["metrics"]
-    head = ["CART masked_mean / ELBO, nats per token"]
-    for text in by_text:
-        head += [text, f"{text}: gap"]
-    rows = []
-    for name in next(iter(by_text.values())):
-        rows.append([name])
-        for m in (scores[name] for scores in by_text.values()):
-            gap = f"{m['gap']:+.4f} ± {m['gap_error']:.4f}" if "gap" in m else ""
-            rows[-1] += [f"{m['cart']:.4f} / {m['elbo']:.4f}", gap]
-    return table(head, rows)
+def scores():
+    """CART of every row but the controls."""
+    lines = result("evaluate/small")["metrics"]["tables"]["CART masked_mean, nats"].splitlines()
+    return "\n".join(line for line in lines if " t | " not in line)
+
+
+def differences():
+    return result("evaluate/small")["metrics"]["tables"]["ELBO, paired differences"]
+
+
+def certificate():
+    return result("certify/small")["metrics"]["adapters"]["chebyshev"]["table"]
+
+
+def memory():
+    return result("markov/small")["metrics"]["table"]
+
+
+def recovery():
+    return result("synth_lpv/recovery")["metrics"]["table"].partition("\n\n")[0]
+
+
+def sampling():
+    return result("sample/small")["metrics"]["table"]
+
+
+def samples():
+    """The first three texts, seeds 42, 142 and 242, of two orders at one byte a step."""
+    rows = result("sample/small")["metrics"]["rows"]
+    texts = [(row["text"], text) for row in rows if row["steps"] == 128
+             and row["text"] in ("random", "confidence") for text in row["samples"]]
+    return "```text\n" + "\n".join(f"{order:>10}: {text}" for order, text in texts) + "\n```"
+
+
+def study():
+    """Every group of cells that is complete."""
+    sys.path.insert(0, str(ROOT))
+    import study
+    found = study.tables(study.read_results())
+    return "\n\n".join(f"*{title}*\n\n{table}" for title, table in found.items())
 
 
 def spread():
@@ -69,7 +100,8 @@ def rehearsal():
                    f"{m['peak_bytes'] / 1e9:.2f} GB", f"{m['seconds']:.0f} s"]])
 
 
-TABLES = {f.__name__: f for f in (backbone, adapters, spread, scan, rehearsal)}
+TABLES = {f.__name__: f for f in (backbone, scores, differences, spread, certificate, memory,
+                                  recovery, sampling, samples, study, scan, rehearsal)}
 
 
 def with_tables(text):
@@ -82,6 +114,18 @@ def test_the_tables_are_those_of_the_result_files():
     text = README.read_text()
     assert set(re.findall(r"<!-- table: (\w+) -->", text)) == set(TABLES)
     assert text == with_tables(text), "run `python tests/test_readme.py`"
+
+
+def test_every_result_is_of_a_known_commit_and_a_clean_tree():
+    def git(*args):
+        return subprocess.run(("git", "-C", ROOT, *args), capture_output=True, text=True)
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no git, or no history")
+    for path in sorted((ROOT / "results").glob("*/*.json")):
+        found = json.loads(path.read_text())
+        assert not found["dirty"], f"{path} is of a changed tree"
+        known = git("merge-base", "--is-ancestor", found["commit"], "HEAD")
+        assert known.returncode == 0, f"{path} is of {found['commit']}, which is no commit before"
 
 
 def test_every_python_snippet_runs(monkeypatch):

@@ -250,8 +250,7 @@ def test_the_spread_of_settings_in_the_sweep_is_one_at_a_time():
 # ------------------------------------------------------------------------------- committed cells
 
 def committed():
-    folder = study.common.ROOT / "results" / "study"
-    return sorted(folder.glob("*.json"))
+    return sorted((tiny.ROOT / "results" / "study").glob("*.json"))
 
 
 @pytest.mark.skipif(not committed(), reason="no cell is committed")
@@ -261,14 +260,14 @@ def test_committed_cells_share_their_settings():
     assert len({json.dumps([config[k] for k in shared]) for config in configs}) == 1
 
 
-@pytest.mark.skipif(not (study.common.ROOT / "corpora").exists() or not committed(),
+@pytest.mark.skipif(not (tiny.ROOT / "corpora").exists() or not committed(),
                     reason="the texts are not here")
 def test_a_cheap_committed_cell_is_what_it_would_be_now(monkeypatch):
     """The frozen backbones on tiny Shakespeare, one seed."""
-    monkeypatch.chdir(study.common.ROOT)
+    monkeypatch.chdir(tiny.ROOT)
     tokenizer = ByteTokenizer()
     for sliced in (False, True):
-        saved = json.loads((study.common.ROOT / "results" / "study" / (
+        saved = json.loads((tiny.ROOT / "results" / "study" / (
             study.Cell("none", {}, sliced).name + ".json")).read_text())
         cfg = SimpleNamespace(**saved["config"])
         path = dict(item.split("=") for item in cfg.test)["shakespeare"]
