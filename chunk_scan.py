@@ -63,8 +63,13 @@ def bidirectional_scan(x, dt, A, B, C, D, chunk_size=64):
 
     x, B, C: float64, float32 or bfloat16. dt >= 0, A <= 0 and D: float32 or wider; the log-decay
     dt A (nats per step) is clamped to [-30, 0]. Any length >= 1, any strides. Differentiable in
-    all six. Raises UserError where the shapes do not fit together. This function chooses the
-    implementation: `chunked_scan`, on every device.
+    all six. Raises UserError where the shapes do not fit together.
+
+    This function chooses the implementation. CUDA tensors go to the kernels of
+    chunk_scan_triton.py, whose chunks have their own size, where x, B and C are float32 or bfloat16
+    and p and n are 16, 32 or 64 (and triton is there, and an Ampere or later); all else goes to
+    `chunked_scan`. float32 products on CUDA are as exact as torch.set_float32_matmul_precision
+    asks. torch.compile takes the kernels as one opaque node, and runs `chunked_scan` uncompiled.
     """
     b, l, h, p = x.shape
     if (dt.shape != (b, l, 2, h) or A.shape not in ((h,), (1, h), (b, h)) or D.shape != (b, l, h)
@@ -73,7 +78,13 @@ def bidirectional_scan(x, dt, A, B, C, D, chunk_size=64):
             f"bidirectional_scan: x {tuple(x.shape)} (b l h p) needs dt (b l 2 h), A (h) or (b h), "
             f"B and C (b l 2 g n), D (b l h); got dt {tuple(dt.shape)}, A {tuple(A.shape)}, "
             f"B {tuple(B.shape)}, C {tuple(C.shape)}, D {tuple(D.shape)}")
-    return chunked_scan(x, dt, A, B, C, D, chunk_size)
+    if x.is_cuda:
+        import chunk_scan_triton  # here, since a CPU needs neither it nor triton
+        if chunk_scan_triton.fits(x, dt, A, B, C, D):
+            return chunk_scan_triton.scan(x, dt, A, B, C, D)
+    # Compiled, its loop over chunks would be traced again at every length.
+    scan = torch.compiler.disable(chunked_scan) if torch.compiler.is_compiling() else chunked_scan
+    return scan(x, dt, A, B, C, D, chunk_size)
 
 
 def chunked_scan(x, dt, A, B, C, D, chunk_size):

@@ -116,6 +116,7 @@ def _fused(function):
     """On a GPU, `function` in one pass over memory: torch.compile makes it once, at any length."""
     compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
 
+    @functools.wraps(function)
     def either(x, *rest):
         as_it_is = not x.is_cuda or torch.compiler.is_compiling()
         return (function if as_it_is else compiled())(x, *rest)

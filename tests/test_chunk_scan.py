@@ -225,6 +225,19 @@ def test_views_equal_their_contiguous_copies():
         assert all(torch.equal(before[k], leaves[k]) for k in NAMES), "an input was written to"
 
 
+def test_torch_compile_leaves_the_loop_over_chunks_alone_at_any_length():
+    traced = []
+
+    def backend(module, example_inputs):
+        traced.append(len(module.graph.nodes))
+        return module
+    compiled = torch.compile(lambda **v: 2 * chunked(16)(**v), backend=backend)
+    for length in (20, 50, 90):
+        inputs = random_inputs(length)
+        assert torch.equal(compiled(**inputs), 2 * chunked(16)(**inputs))
+    assert sum(traced) < 40, "the scan was traced"
+
+
 def test_gradcheck_on_a_tiny_case():
     inputs = random_inputs(5, b=2, heads=2, p=2, n=2, groups=2, per_sample=True)
     leaves = tuple(inputs[k].requires_grad_() for k in NAMES)

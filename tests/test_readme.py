@@ -91,6 +91,21 @@ def scan():
     return result("chunk_scan/cpu")["metrics"]["table"]
 
 
+def kernels():
+    """What the bfloat16 kernels take of a multiprocessor."""
+    metrics, rows = result("chunk_scan/triton_aot")["metrics"], {}
+    for row in metrics["kernels"]:
+        if row["dtype"] == "bfloat16":
+            ending = ", backward" if row.get("BWD") else {True: ", dC", False: ", dB"}.get(
+                row.get("IS_C"), "")
+            rows.setdefault(row["kernel"] + ending, []).append(
+                f"{row['registers']} / {row['spills']} / {row['shared_kb']:.0f} / "
+                f"{row['wgmma'] if row['sm'] == 90 else row['mma']}")
+    return table([f"registers / spills / shared KB / matrix instructions (triton "
+                  f"{metrics['triton']})", "sm_80 (mma)", "sm_90 (wgmma)"],
+                 [[f"`{name}`", *cells] for name, cells in rows.items()])
+
+
 def rehearsal():
     m = result("train/rehearsal")["metrics"]
     return table(["parameters", "loading", "memory for it", "training, bf16, length 512",
@@ -101,7 +116,7 @@ def rehearsal():
 
 
 TABLES = {f.__name__: f for f in (backbone, scores, differences, spread, certificate, memory,
-                                  recovery, sampling, samples, study, scan, rehearsal)}
+                                  recovery, sampling, samples, study, scan, kernels, rehearsal)}
 
 
 def with_tables(text):
