@@ -1,6 +1,6 @@
 """One prepared check of the scan and of the whole model on a GPU, and the bytes of a layer.
 
-Run:      python bench.py --gpu-check   (a CUDA machine: gradients first, then times, 8 minutes)
+Run:      python bench.py --gpu-check   (a CUDA machine: gradients first, then times; not timed yet)
 Last line: "gpu check: (b, l) = (1, 512) takes NN ms frozen, in torch.bfloat16 on cuda"
 
 What one layer moves forward at (b, l) = (8, 4096) in bfloat16, weights (15 MB) left out. A step
@@ -20,7 +20,7 @@ the rows around a row) comes from a cache. tests/test_bench.py counts it from sh
     together                                2.22
 
 The reference Hydra moves 4.97 GB, 2.27 of them in flips, concatenations, rolls and repeats, none of
-which is left. Between this and the 1.95 GB of the plan are D's own pass over x, the second pass of
+which is left. Between this and 1.95 GB, all fused, are D's own pass over x, the second pass of
 the LayerNorm, and x read once for each direction's states.
 
 Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians over the rounds
@@ -108,12 +108,13 @@ def timed(function, inputs, cfg):
         return 1e3 * (time.perf_counter() - start)
 
     row = {}
+    if cfg.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for name, backward in (("forward_ms", False), ("both_ms", True))[:1 + bool(inputs)]:
         once(backward), once(backward)  # compiles, and maps memory
         row[name] = statistics.median(once(backward) for _ in range(cfg.rounds))
     if cfg.device == "cuda":
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        torch.cuda.reset_peak_memory_stats()
     return row
 
 
@@ -156,6 +157,11 @@ def gpu_check(cfg):
 
 
 def main(cfg):
+    if (len(cfg.batch) != len(cfg.length) or min(*cfg.batch, *cfg.length, cfg.rounds) < 1
+            or cfg.device not in ("cpu", "cuda")):
+        raise common.UserError(f"got --batch {cfg.batch}, --length {cfg.length}, --rounds "
+                               f"{cfg.rounds}, --device {cfg.device}: need as many lengths as "
+                               "batches, all of them and the rounds from 1, and cpu or cuda")
     if not cfg.gpu_check:
         raise common.UserError("bench.py: give --gpu-check, on a machine with a CUDA GPU")
     if cfg.publish and cfg.device != "cuda":

@@ -509,6 +509,8 @@ def main(cfg):
     from matplotlib.figure import Figure
     tokenizer, model = text.make_tokenizer(cfg.vocab), load_backbone(cfg.weights)
     check_vocabulary(model, tokenizer)
+    if not cfg.text:
+        raise common.UserError("--text: got nothing, need some text")
     if not 0 <= cfg.layer < model.config.n_layer:
         raise common.UserError(f"--layer: got {cfg.layer}, need 0 to {model.config.n_layer - 1}")
     common.banner("hydra_ssm.py", cfg, "cpu", model)

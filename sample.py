@@ -162,6 +162,8 @@ def holed(prompt, template, length, tokenizer):
     pieces, ids = re.split(r"\[MASK(?::(\d+))?\]", template) if template else [prompt], []
     for text, holes in zip(pieces[::2], [*pieces[1::2], "0"]):
         ids += tokenizer.encode(text).tolist() + [tokenizer.mask_id] * int(holes or 1)
+    if template and tokenizer.mask_id not in ids:
+        raise common.UserError(f"--template: got {template!r}, need a hole: [MASK], or [MASK:12]")
     if not template and length < max(1, len(ids)):
         raise common.UserError(f"--length: got {length}, need at least {max(1, len(ids))}, the "
                                "tokens of the prompt; or give a shorter prompt")
@@ -232,9 +234,10 @@ def judge(model, adapter, tokenizer, cfg):
     per_byte = (len(corpus.ids) - corpus.n_docs) / corpus.n_bytes
     x0 = Windows(corpus, cfg.length, tokenizer.pad_id).evenly(4 * cfg.judged)
     x0 = x0[maskable_tokens(x0, tokenizer).all(-1)]  # within a document, as a sampled text is
-    if cfg.judged < 2 or not len(x0):
-        raise common.UserError(f"--judged: got {cfg.judged}, need at least 2; and --data holds "
-                               f"{len(x0)} windows of --length {cfg.length}, need at least 1")
+    if cfg.judged < 2 or cfg.length < 4 or not len(x0):
+        raise common.UserError(f"--judge: got --judged {cfg.judged} and --length {cfg.length}, "
+                               f"need at least 2 and 4; and --data holds {len(x0)} windows of that "
+                               "length, need at least 1")
     x0 = x0[torch.linspace(0, len(x0) - 1, cfg.judged).round().long()]                 # b l
     p = unigram_log_probs(corpus.ids, tokenizer.vocab_size, tokenizer.special_ids).exp()
     drawn = p.multinomial(x0.numel(), True, generator=noise_generator(cfg.seed)).view(x0.shape)
@@ -284,6 +287,8 @@ def draw_judgement(path, rows):
 
 
 def main(cfg):
+    if cfg.publish and not cfg.judge:
+        raise common.UserError("--publish: goes with --judge")
     device, tokenizer = common.pick_device(cfg.device), make_tokenizer(cfg.vocab)
     model = load_backbone(cfg.weights, device=device)
     check_vocabulary(model, tokenizer)

@@ -25,6 +25,13 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(flags, said):
     assert run.status == 2 and run.err.count("\n") == 1 and said in run.err
 
 
+@pytest.mark.parametrize("flags", (("--batch", "1"), ("--rounds", "0"), ("--device", "gpu"),
+                                   ("--batch", "1", "1", "--length", "0", "8")))
+def test_settings_that_cannot_run_are_one_line(flags):
+    run = tiny.command("bench.py", "--gpu-check", *flags)
+    assert run.status == 2 and run.err.count("\n") == 1 and "need as many" in run.err
+
+
 def test_the_rehearsal_checks_gradients_and_times_every_adapter(tmp_path):
     with tiny.root_at(tmp_path):
         run = tiny.command("bench.py", *SMALL, "--device", "cpu")

@@ -3,7 +3,7 @@
 The reference below is plain numpy from a state dict in released names: no torch, no shared helper.
 The released modules exponentiate A_log in float32, and so does the backbone, where the reference
 does not: comparisons with it allow 1e-6 of the largest entry (A is good to 6e-8). The golden
-logits, made by the official modules, are matched to 1e-8 (issue): exponentiating in float64 moves
+logits, made by the official modules, are matched to 1e-8: exponentiating in float64 moves
 them by 2e-9, another processor's float32 exp by as much, and any fault of structure by far more.
 """
 import dataclasses

@@ -173,11 +173,13 @@ def test_every_file_function_and_figure_that_it_names_exists():
 
 def test_every_flag_that_it_shows_exists():
     text = README.read_text()
-    source = {path.name: path.read_text() for path in ROOT.glob("*.py")}
+    files = *ROOT.glob("*.py"), *ROOT.glob("tests/*.py")
+    source = {path.name: path.read_text() for path in files}
     for script, rest in re.findall(r"(\w+\.py)((?: [^`|#\n]*)?)", text):
         for flag in re.findall(r"--([a-z][a-z-]+)", rest):
             name = flag.removeprefix("no-").replace("-", "_")
-            assert re.search(rf"^    {name}: ", source[script], re.M), f"{script} --{flag}"
+            found = re.search(rf"^    {name}: |\"--{flag}\" in", source[script], re.M)
+            assert found, f"{script} --{flag}"
 
 
 if __name__ == "__main__":

@@ -557,6 +557,9 @@ def test_a_wrong_wish_ends_the_command_with_one_line(work, given):
                          (("--samples", 0), "--samples"),
                          (("--prompt", "long", "--length", 2), "need at least 4"),
                          (("--adapter", "nowhere"), "nowhere"),
+                         (("--template", "no holes"), "need a hole"),
+                         (("--device", "gpu"), "--device"), (("--publish",), "--judge"),
+                         (("--judge", "--length", 3), "--length"),
                          (("--judge", "--judged", 1), "--judged")):
         run = command("sample.py", *given, "--data", work / "text.txt", *flags)
         assert run.status == 2 and run.err.count("\n") == 1 and words in run.err, run.err

@@ -298,9 +298,11 @@ def test_publish_writes_result_and_figure_from_the_same_numbers():
 
 
 @pytest.mark.parametrize("wrong", ({"kernel": ("fourier",)}, {"sizes": (0,)}, {"seeds": 16},
-                                   {"hold_out": 1.0}, {"steps": 0}, {"sizes": ()}))
+                                   {"hold_out": 1.0}, {"steps": 0}, {"sizes": ()},
+                                   {"batch": -1}, {"iterations": -1}, {"lr": math.nan}))
 def test_a_setting_that_cannot_be_run_is_refused(wrong):
-    with pytest.raises(common.UserError, match="need --kernel of"):
+    flag = next(iter(wrong)).replace("_", "-")
+    with pytest.raises(common.UserError, match=f"^--{flag}: got .*, need "):
         synth_lpv.main(Config(**wrong))
 
 

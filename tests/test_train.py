@@ -438,7 +438,7 @@ def test_a_backbone_with_another_vocabulary_is_refused(work):
 
 # --------------------------------------------------------------------------------- the paper's run
 
-TABLES = dict(  # Tables 6 to 8, and the reading of them
+TABLES = dict(  # Tables 6 to 8, and our reading of them
     weights="goombalab/hydra", vocab="bert-base-uncased", seqlen=4096, global_batch=112,
     steps=14_400, warmup=720, lr=6e-4, min_lr_ratio=0.1, weight_decay=0.01, clip=1.0, cart_p=0.45,
     mlp_dim=256, n_shifts=None, bf16=True, checkpointing=True, workers=8, weighting="cart",
