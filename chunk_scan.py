@@ -295,11 +295,11 @@ def main(cfg):
     taken = {name: spread(times) for name, times in seconds.items()}
     ratios = {name: spread([t / ours for t, ours in zip(times, seconds["chunked scan"])])
               for name, times in seconds.items()}
-    table = "\n".join([
-        f"| forward plus backward, length {cfg.seqlen} | median, ms | times the chunked scan's "
-        f"(quartiles, n = {cfg.rounds}) |", "| --- | --- | --- |"] + [
-        f"| {name} | {1e3 * taken[name]['median']:.0f} | {r['median']:.2f} ({r['low']:.2f} to "
-        f"{r['high']:.2f}) |" for name, r in ratios.items()])
+    table = common.markdown(
+        [f"forward plus backward, length {cfg.seqlen}", "median, ms",
+         f"times the chunked scan's (quartiles, n = {cfg.rounds})"],
+        *([name, f"{1e3 * taken[name]['median']:.0f}",
+           f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})"] for name, r in ratios.items()))
     result = {"errors": errors, "peak_mib": peak, "peak_mib_of_the_step": peak - before,
               "seconds": taken, "speedup_over_plain": ratios["plain recurrence"],
               "speedup_over_ssd_listing": ratios["SSD listing"],

@@ -35,8 +35,11 @@ def rank_and_world():
 
 def pick_device(name):
     """The device of a setting: auto is cuda where torch sees a GPU, and cpu elsewhere."""
-    if name not in ("auto", "cpu", "cuda") or name == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device: got {name!r}, need auto, cpu, or cuda where torch sees a GPU")
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device: got {name!r}, need one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: got cuda, need a CUDA GPU, and torch sees none; --device cpu "
+                        "runs here, slowly")
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

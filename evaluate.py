@@ -173,13 +173,11 @@ def reference_rows(model, draws, train_ids, tokenizer):
 
 def format_table(rows):
     """Markdown of {name: metrics}; nats per token unless the head says otherwise."""
-    lines = ["| | CART masked_mean | ELBO nats/token | bits/byte | " + " | ".join(
-        f"t {(i + 0.5) / BINS:.2f}" for i in range(0, BINS, 2)) + " |",
-        "| --- |" + " --- |" * (3 + BINS // 2)]
-    for name, m in rows.items():
-        lines.append(f"| {name} | {m['cart']:.4f} | {m['elbo']:.4f} | {m['bits_per_byte']:.4f} | "
-                     + " | ".join(f"{v:.3f}" for v in m["by_t"][::2]) + " |")
-    return "\n".join(lines)
+    return common.markdown(
+        ["", "CART masked_mean", "ELBO nats/token", "bits/byte",
+         *(f"t {(i + 0.5) / BINS:.2f}" for i in range(0, BINS, 2))],
+        *([name, *(f"{m[k]:.4f}" for k in ("cart", "elbo", "bits_per_byte")),
+           *(f"{v:.3f}" for v in m["by_t"][::2])] for name, m in rows.items()))
 
 
 # ---- tables over seeds and data sets -------------------------------------------------------------

@@ -307,12 +307,14 @@ def scan_inputs(model, inputs):
     return [(dt, A, B, C, D) for (_, _, dt, B, C, D), A in projected]
 
 
+@torch.no_grad()
 def mixer_matrix(model, input_ids, layer):
     """M of eq. 11, (h, l, l), of one layer on ids (l,): the scan's answer to each unit vector."""
-    dt, A, B, C, D = scan_inputs(model, mixer_inputs(model, input_ids[None]))[layer]
+    (u, op, _), mixer = mixer_inputs(model, input_ids[None])[layer], model.layers[layer].mixer
+    _, _, dt, B, C, D = mixer.project(u, op)
     l, cfg = len(input_ids), model.config
     unit = torch.eye(l).view(1, l, 1, l).expand(1, l, cfg.nheads, l).to(B)           # b l h l
-    return bidirectional_scan(unit, dt, A, B, C, D, cfg.chunk_size)[0].movedim(1, 0)
+    return bidirectional_scan(unit, dt, op.A, B, C, D, cfg.chunk_size)[0].movedim(1, 0)
 
 
 # ---- loading weights -----------------------------------------------------------------------------

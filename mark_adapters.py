@@ -30,7 +30,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
 
-from common import ROOT, UserError, banner, publish, run_cli, save_figure, write_json
+from common import (ROOT, UserError, banner, markdown, publish, run_cli, save_figure,
+                    write_json)
 from hydra_ssm import HydraConfig, Modulation
 
 C_DIM = 128                  # width of c_t, Table 7
@@ -447,11 +448,11 @@ def main(cfg):
     env = banner("mark_adapters.py", cfg)
     config = HydraConfig()
     rows = budgets(config)
-    print(f"{config.n_layer} layers, {config.nheads} heads; c_t's MLP (33,024 more) not counted\n\n"
-          "| adapter | n_shifts | parameters | published, M |\n| --- | --- | --- | --- |")
-    for kernel, n_shifts, size in rows:
-        published = PUBLISHED.get(kernel, "-") if n_shifts != 24 else "-"
-        print(f"| {kernel} | {n_shifts or '-'} | {size:,} | {published} |")
+    print(f"{config.n_layer} layers, {config.nheads} heads; c_t's MLP (33,024 more) not counted\n")
+    print(markdown(["adapter", "n_shifts", "parameters", "published, M"], *(
+        [kernel, n_shifts or "-", f"{size:,}",
+         "-" if n_shifts == 24 else PUBLISHED.get(kernel, "-")]
+        for kernel, n_shifts, size in rows)))
 
     adapters = [make_adapter(kernel, config) for kernel in ("hypernet", "chebyshev", "dct")]
     result = {"sizes": [dict(zip(("kernel", "n_shifts", "size"), row)) for row in rows],

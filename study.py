@@ -186,14 +186,19 @@ def read_results():
 # ---- the tables ----------------------------------------------------------------------------------
 
 
+def tested(results, cell):
+    """{test set: {row: {metric: values}}} of a cell: its scores without the text for choosing."""
+    scores = results[cell.name]["scores"]
+    return {name: rows for name, rows in scores.items() if name != "valid"}
+
+
 def against(results, cell, row="", minus=None):
     """How much lower the ELBO is in a row of `cell` than in `minus` = (cell, row), by default the
     frozen backbone: of each test set, then of their mean, one value per evaluation seed.
     """
     other, other_row = minus or (Cell("none", {}, cell.sliced), "frozen")
-    ours, theirs = (results[c.name]["scores"] for c in (cell, other))
-    paired = {name: {"ours": ours[name][row], "theirs": theirs[name][other_row]}
-              for name in ours if name != "valid"}
+    ours, theirs = tested(results, cell), tested(results, other)
+    paired = {name: {"ours": ours[name][row], "theirs": theirs[name][other_row]} for name in ours}
     return columns(paired, "elbo", "theirs", "ours")
 
 
@@ -220,7 +225,7 @@ def finished(results, *groups):
 
 def conditioning_tables(results):
     """Gains over the frozen backbone by test set, and what each conditioner makes of t."""
-    sets = [name for name in results["none"]["scores"] if name != "valid"]
+    sets = tested(results, Cell("none", {}))
     gains, uses = [], []
     for kernel in CONDITIONERS:
         group, rate = trained_seeds(results, kernel), best_rate(kernel, results)
@@ -246,8 +251,7 @@ def conditioning_tables(results):
 def hole_cost(results, holed, whole):
     """Nats per masked token, in the two bins of t that `holed` never trained in."""
     def middle(cell):
-        scores = {k: v for k, v in results[cell.name]["scores"].items() if k != "valid"}
-        return mean_by_t(scores, "")[4:6].mean().item()
+        return mean_by_t(tested(results, cell), "")[4:6].mean().item()
     return middle(holed) - middle(whole)
 
 
@@ -287,8 +291,7 @@ def frozen_table(results):
     rows = []
     for sliced, row in ((False, "uniform"), (False, "unigram"), (False, "frozen"),
                         (True, "frozen")):
-        scores = results[Cell("none", {}, sliced).name]["scores"]
-        scores = {k: v for k, v in scores.items() if k != "valid"}
+        scores = tested(results, Cell("none", {}, sliced))
         rows.append(["sliced, frozen" if sliced else row, *(
             show(values, digits=3) for values in columns(scores, "cart", row))])
     return {"CART masked_mean, nats": common.markdown(["", *scores, "Avg."], *rows)}

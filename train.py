@@ -194,7 +194,7 @@ def check(cfg, world):
         raise common.UserError(f"--{flag.replace('_', '-')}: got {got}, need {what}")
     kernels = [k for k in KERNELS if k != "none"]
     for flag, allowed in (("kernel", kernels), ("modulate", MODES[:-1]),
-                          ("weighting", ("cart", "elbo")), ("device", ("auto", "cpu", "cuda"))):
+                          ("weighting", ("cart", "elbo"))):
         if getattr(cfg, flag) not in allowed:
             need(flag, repr(getattr(cfg, flag)), f"one of {', '.join(allowed)}")
     for flag in ("seqlen", "global_batch", "micro_batch", "steps", "eval_windows", "save_every"):
@@ -206,8 +206,7 @@ def check(cfg, world):
         need("t_hole", cfg.t_hole, "two times, 0 <= a <= b < 1")
     if cfg.max_steps > cfg.steps:
         need("max_steps", cfg.max_steps, f"at most --steps, {cfg.steps}")
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        need("device", "cuda", "a CUDA GPU, and torch sees none; --device cpu runs here, slowly")
+    common.pick_device(cfg.device)
     if not cfg.data:
         need("data", "nothing", "text files or shards; data.py --mixture paper builds the paper's")
     for path in (*cfg.data, *cfg.valid):

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # this file is a script too
+
+from common import markdown  # noqa: E402
+
 README = ROOT / "README.md"
 
 
@@ -19,16 +23,12 @@ def result(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text())
 
 
-def table(head, rows):
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def backbone():
     metrics = result("pretrain/small")["metrics"]
-    return table(["held-out text", "masked bytes", "uniform", "trigram", "shipped backbone"],
-                 [[name, f"{row['masked']:,}", f"{metrics['uniform']:.3f}", f"{row['trigram']:.3f}",
-                   f"**{row['model']:.3f}**"] for name, row in metrics["held_out"].items()])
+    return markdown(
+        ["held-out text", "masked bytes", "uniform", "trigram", "shipped backbone"],
+        *([name, f"{row['masked']:,}", f"{metrics['uniform']:.3f}", f"{row['trigram']:.3f}",
+           f"**{row['model']:.3f}**"] for name, row in metrics["held_out"].items()))
 
 
 def scores():
@@ -67,8 +67,7 @@ def samples():
 
 def study():
     """Every group of cells that is complete."""
-    sys.path.insert(0, str(ROOT))
-    import study
+    import study  # here: most of the tables need none of the scripts
     found = study.tables(study.read_results())
     return "\n\n".join(f"*{title}*\n\n{table}" for title, table in found.items())
 
@@ -83,8 +82,8 @@ def spread():
         rows.append([f"`{flags}`", f"{start['hidden']:.4f}", f"{end['hidden']:.4f}",
                      f"{end['mean']:.4f}", f"{m['cart']:.4f}", f"{m['elbo']:.4f}",
                      f"{m['gap']:+.4f} ± {m['gap_error']:.4f}"])
-    return table(["flags", "spread of h over t at the start", "at the end", "of the modulation",
-                  "CART", "ELBO, nats/token", "gap to shuffled t"], rows)
+    return markdown(["flags", "spread of h over t at the start", "at the end", "of the modulation",
+                     "CART", "ELBO, nats/token", "gap to shuffled t"], *rows)
 
 
 def scan():
@@ -101,18 +100,19 @@ def kernels():
             rows.setdefault(row["kernel"] + ending, []).append(
                 f"{row['registers']} / {row['spills']} / {row['shared_kb']:.0f} / "
                 f"{row['wgmma'] if row['sm'] == 90 else row['mma']}")
-    return table([f"registers / spills / shared KB / matrix instructions (triton "
-                  f"{metrics['triton']})", "sm_80 (mma)", "sm_90 (wgmma)"],
-                 [[f"`{name}`", *cells] for name, cells in rows.items()])
+    return markdown([f"registers / spills / shared KB / matrix instructions (triton "
+                     f"{metrics['triton']})", "sm_80 (mma)", "sm_90 (wgmma)"],
+                    *([f"`{name}`", *cells] for name, cells in rows.items()))
 
 
 def rehearsal():
     m = result("train/rehearsal")["metrics"]
-    return table(["parameters", "loading", "memory for it", "training, bf16, length 512",
-                  "peak memory", "whole command"],
-                 [[f"{m['parameters']:,}", f"{m['load_seconds']:.1f} s",
-                   f"{m['load_bytes'] / 1e9:.2f} GB", f"{m['tokens_per_second']:.0f} tokens/s",
-                   f"{m['peak_bytes'] / 1e9:.2f} GB", f"{m['seconds']:.0f} s"]])
+    return markdown(
+        ["parameters", "loading", "memory for it", "training, bf16, length 512", "peak memory",
+         "whole command"],
+        [f"{m['parameters']:,}", f"{m['load_seconds']:.1f} s", f"{m['load_bytes'] / 1e9:.2f} GB",
+         f"{m['tokens_per_second']:.0f} tokens/s", f"{m['peak_bytes'] / 1e9:.2f} GB",
+         f"{m['seconds']:.0f} s"])
 
 
 TABLES = {f.__name__: f for f in (backbone, scores, differences, spread, certificate, memory,
