@@ -302,7 +302,7 @@ def main(cfg):
     if cfg.adapter != ("none",) and (cfg.adapter or cfg.weights == "small"):
         tokenizer, model = make_tokenizer(cfg.vocab), hydra_ssm.load_backbone(cfg.weights)
         hydra_ssm.check_vocabulary(model, tokenizer)
-        corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, cfg.data))
+        corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, ()))
         draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
         loaded = load_adapters(cfg.adapter, model.config, mark_only=True)
         for name, adapter in common.progress(loaded.items(), desc="adapters"):

@@ -280,7 +280,7 @@ def main(cfg):
     tokenizer, model = make_tokenizer(cfg.vocab), load_backbone(cfg.weights)
     check_vocabulary(model, tokenizer)
     env = common.banner("markov.py", cfg, "cpu", model)
-    corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, cfg.data))
+    corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, ()))
     x0 = Windows(corpus, cfg.seqlen, tokenizer.pad_id).evenly(cfg.windows)     # b l
     real = x0 != tokenizer.pad_id
     x_t, _ = corrupt(x0, torch.full((len(x0),), cfg.masked), tokenizer.mask_id,

@@ -404,6 +404,15 @@ def test_a_broken_hypothesis_is_said_out_loud(work, dt_min, loud):
     assert ("do not hold on this text" in run.out) == loud
 
 
+def test_delta_is_measured_on_the_whole_of_ones_own_text(work):
+    (work / "one.txt").write_text("a single document, which falls into no held-out part. " * 4)
+    path = write_adapter(work, "dct", "dct.safetensors")
+    for script in ("certify.py", "markov.py"):
+        run = tiny.command(script, "--weights", work / "backbone.safetensors", "--adapter", path,
+                           "--data", work / "one.txt", "--seqlen", 24, "--windows", 2)
+        assert run.status == 0, run.err
+
+
 def test_a_backbone_of_ones_own_is_certified_without_an_adapter(work):
     for none in ((), ("none",)):
         run = tiny.command("certify.py", *arguments(work, *none))
