@@ -11,8 +11,8 @@ file exists is never run again, so a run can be stopped and continued at any poi
     rates    each conditioner at three learning rates, seed 42; the best is chosen on held-out
              training text, all that is reported is scored on the test sets
     seeds    each conditioner at its best rate, four more training seeds
-    ablation Table 2 by retraining; every geometry's cell also holds Table 2 as the paper has it,
-             by masking the trained adapter
+    ablation Table 2 by retraining; a geometry's cells in `rates` hold Table 2 as the paper has
+             it too, by masking the trained adapter
     init     the geometries with PyTorch's default start and without the norm in their MLP
     hole     0.4 < t < 0.6 left out of training: does a smooth basis fill the gap?
     sliced   the conditioners on the backbone as the paper's public code loads it
@@ -166,9 +166,9 @@ def run_cell(cell, cfg, tokenizer, corpora):
     if "rows" not in done:
         raise common.UserError(f"{name} was stopped; its cell will be run again from the start")
     adapter, _ = load_adapter(common.ROOT / "runs" / name, model.config)
-    modes = MODES[:-1] if cell.kernel in GEOMETRIES and not cell.sliced else MODES[:1]
-    if "modulate" in cell.settings:
-        modes = (cell.settings["modulate"],)
+    modes = (cell.settings.get("modulate", "full"),)
+    if cell in cells("rates", {}) and cell.kernel in GEOMETRIES:  # Table 2 by masking
+        modes = MODES[:-1]
     trained = time.time() - began
     scores = score(model, {"": adapter}, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds,
                    modes=modes)
