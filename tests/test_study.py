@@ -134,7 +134,7 @@ def setting(work, monkeypatch):
 
 
 @pytest.mark.parametrize("cell", [
-    study.Cell("dct", {"lr": 1e-3, "seed": 42}),
+    study.Cell("dct", {"lr": 1e-3, "seed": 142}),
     study.Cell("adaln", {"lr": 1e-3, "seed": 42}, sliced=True),
     study.Cell("dct", {"lr": 1e-3, "seed": 42, "modulate": "BC"}), study.Cell("none", {}, True)],
     ids=lambda cell: cell.name)
@@ -149,7 +149,7 @@ def test_a_cell_trains_scores_and_keeps_what_the_tables_need(work, setting, cell
         assert rows.keys() == {"uniform", "unigram", "frozen"}
         return
     assert {"", ", shuffled t", ", constant t"} <= rows.keys() and len(rows[""]["elbo"]) == 2
-    assert (", BC" in rows) == (cell == study.Cell("dct", {"lr": 1e-3, "seed": 42}))
+    assert (", BC" in rows) == (cell == study.Cell("dct", {"lr": 1e-3, "seed": 142}))
     assert found["size"] > 0 and found["sliced"] == cell.sliced and found["roughness"]
     first = cell.settings.get("modulate", "full")
     assert asked[0]["modes"][0] == first and (len(asked[0]["modes"]) == 7) == (", BC" in rows)
@@ -217,9 +217,9 @@ def test_the_tables_show_the_numbers_of_the_cells():
     ablation = next(table for title, table in found.items() if title.startswith("Table 2"))
     masked, retrained = (dict(zip(study.MODES, row.strip("| ").split(" | ")[2:]))
                          for row in ablation.splitlines()[2:4])
-    assert masked["full"] == retrained["full"] == "+0.2996 ± 0.0000"
-    assert masked["all-except-A"] == "-0.0004 ± 0.0000"
-    assert retrained["A"] == "+0.2496 ± 0.0000"
+    assert masked["full"] == retrained["full"] == "+0.2986 ± 0.0000"
+    assert masked["all-except-A"] == "-0.0014 ± 0.0000"
+    assert retrained["A"] == "+0.2486 ± 0.0000"
     sliced = next(table for title, table in found.items() if title.startswith("the sliced"))
     assert ("| hypernet | sliced backbone | 1,000 | +3.2996 ± 0.0000 | +0.2996 ± 0.0000 | "
             "+0.1000 ± 0.0000 |") in sliced
