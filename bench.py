@@ -1,7 +1,14 @@
-"""One prepared check of the scan and of the whole model on a GPU, and the bytes of a layer.
+"""What conditioning on t costs: latency, memory and parameters (Table 3), training, scaling.
 
-Run:      python bench.py --gpu-check   (a CUDA machine: gradients first, then times; not timed yet)
-Last line: "gpu check: (b, l) = (1, 512) takes NN ms frozen, in torch.bfloat16 on cuda"
+Run:      python bench.py              (the shipped model and the released size, under 2 minutes)
+          python bench.py --preset paper --publish   (Table 3's protocol, on a GPU; not run yet)
+          python bench.py --gpu-check  (a CUDA machine: the scan's gradients first, then times; nor)
+Last line: "the paper's training, computed: ..."
+
+Table 3 finds MaRK 14 to 16 % slower at length 4096 and 65 to 104 % at 512: a constant 37 to 42 ms,
+which is the launches of a Python loop over 23 layers. Here all layers' adapters are one stacked
+evaluation, applied in one operation a layer; a sampler evaluates them once for all of its steps
+(`sample.unmask`), the rows "all t at once".
 
 What one layer moves forward at (b, l) = (8, 4096) in bfloat16, weights (15 MB) left out. A step
 reads what it needs and writes what it makes once; what is read again at once (B and C by each head,
@@ -23,156 +30,498 @@ The reference Hydra moves 4.97 GB, 2.27 of them in flips, concatenations, rolls 
 which is left. Between this and 1.95 GB, all fused, are D's own pass over x, the second pass of
 the LayerNorm, and x read once for each direction's states.
 
-Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians over the rounds
-Differs from the paper: Table 3's protocol is 15 seeds of 100 passes; this compares implementations
-          on one input in one run. No GPU time has been measured yet.
+Symbols:  b batch, l length; ms, milliseconds
+          overhead   median over passes of a variant's time over frozen's, less 1; the two are timed
+                     one after the other, and ± is Student-t's 95 % over seeds
+          operation  a dispatched ATen operation that is no view
+Differs from the paper: hidden states only, as no sampler projects all positions to the vocabulary;
+          so overheads here are the larger ones. On a CPU, memory is counted: the weights and the
+          most that live tensors hold. No GPU time has been measured yet.
 """
 import dataclasses
+import functools
 import importlib.util
 import statistics
 import time
+import weakref
 
 import torch
-import torch.nn.functional as F
+from scipy.stats import t as student_t
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import common
-from chunk_scan import bidirectional_scan, chunked_scan, random_inputs
-from hydra_ssm import HydraBert, HydraConfig
-from mark_adapters import KERNELS, make_adapter
+from cart import cart_loss, cart_weights, masked_cross_entropy
+from chunk_scan import (bidirectional_scan, cast, check_kernels, chunked_scan, mamba_scan,
+                        random_inputs)
+from hydra_ssm import HydraBert, HydraConfig, Modulation, load_backbone
+from mark_adapters import KERNELS, adapter_size, make_adapter
+from sample import at
+from train import PRESETS as RUNS
+
+GEOMETRIES, BASELINES = ("hypernet", "chebyshev", "dct"), ("inject", "adaln")
+LENGTHS, DEPTHS = (512, 1024, 2048, 4096, 8192), (2, 4, 8, 16)      # of the scaling
+TIMES = 64                                                          # of a sampler's grid
+RELEASED = HydraConfig()
+# Dense bfloat16 TFLOP/s and TB/s of NVIDIA's data sheets: A100-SXM4-80GB, GH200-96GB, H200-SXM.
+GPUS = {"A100": (312, 2.04), "GH200": (989, 4.0), "H200": (989, 4.8)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Check the scan's gradients on a GPU, then time it, and the model with each adapter."""
-    gpu_check: bool = False
-    batch: tuple[int, ...] = (8, 1)        # the sizes: each batch at its length
-    length: tuple[int, ...] = (4096, 512)
-    n_layer: int = 23
-    d_model: int = 768
-    rounds: int = 10
-    device: str = "cuda"                   # cpu: a rehearsal, at sizes that you give
-    out: str = "runs/bench"                # folder of result.json
-    publish: bool = False                  # also write into results/
+    """Measure the cost of each conditioner; --preset paper is Table 3's protocol."""
+    preset: str = "laptop"                 # or "paper"
+    gpu_check: bool = False                # the scan and the model against references, in its place
+    weights: str = "small"                 # backbone: "small", a path, or "random": released size
+    mlp_dim: int = 64                      # of the adapters; 256 in the paper
+    batch: int = 8
+    length: tuple[int, ...] = (128, 512)
+    seeds: int = 5
+    passes: int = 3                        # of each variant, for each seed
+    device: str = "auto"                   # "auto", "cpu" or "cuda"
+    out: str = "runs/bench"                # folder of result.json and scaling.png
+    publish: bool = False                  # also write results/bench/ and figures/
     seed: int = 42
 
 
-# ---- on a GPU ------------------------------------------------------------------------------------
-
-def cast(leaves, device, dtype):
-    """x, B and C as `dtype`, the others as float32, as leaves of a new graph."""
-    return [v.detach().to(device, dtype if i in (0, 3, 4) else torch.float32).requires_grad_()
-            for i, v in enumerate(leaves)]
+PRESETS = {"laptop": {}, "paper": dict(weights="random", mlp_dim=256, length=(512, 4096), seeds=15,
+                                       passes=100, device="cuda")}
 
 
-def check_gradients(cfg, config):
-    """y and its six gradients against the PyTorch path in float64: worst error over norm."""
-    errors, leaves = {}, random_inputs(2, max(cfg.length), config.nheads, config.headdim, 1,
-                                       config.d_state, torch.float64, cfg.seed)
-    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
-        inputs = cast(leaves, cfg.device, dtype)
-        twins = [v.detach().double().requires_grad_() for v in inputs]
-        y, twin = bidirectional_scan(*inputs), chunked_scan(*twins, config.chunk_size)
-        g = torch.randn_like(twin).to(dtype)
-        got = y, *torch.autograd.grad(y, inputs, g)
-        want = twin, *torch.autograd.grad(twin, twins, g.double())
-        errors[str(dtype)] = max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want))
-        common.log(f"values and gradients in {dtype}: off by {errors[str(dtype)]:.1e} of the norm")
-        if not errors[str(dtype)] < bound:
-            raise common.UserError(f"--gpu-check: the scan is wrong in {dtype}, more than {bound} "
-                                   "of the norm; its times would mean nothing")
-    return errors
+# ---- measuring -----------------------------------------------------------------------------------
 
 
-def mamba_scan(x, dt, A, B, C, D):
-    """mamba-ssm's scan as Hydra calls it (github.com/goombalab/hydra at 0daa208, modules/hydra.py):
-    on a batch of both directions, one of them flipped, and with its outputs shifted by one."""
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-    dt, B, C = (torch.cat([v[:, :, 0], v[:, :, 1].flip(1)]) for v in (dt, B, C))
-    y = mamba_chunk_scan_combined(torch.cat([x, x.flip(1)]), dt, A, B, C, chunk_size=256)
-    forward, backward = F.pad(y[:, :-1], (0, 0, 0, 0, 1, 0)).chunk(2)
-    return forward + backward.flip(1) + D[..., None].to(x.dtype) * x
+class Count(TorchDispatchMode):
+    """Of what runs under it: `operations` that are no views, the `sizes` in elements of new tensors
+    and the `peak` of bytes that these held (what is made and dropped inside a kernel is unseen).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.sizes, self.live, self.peak = 0, [], 0, 0
+        self.known = weakref.WeakSet()
+
+    def free(self, n):
+        self.live -= n
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return out
+        self.operations += 1
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage not in self.known:
+                self.known.add(storage)
+                self.sizes.append(tensor.numel())
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return out
 
 
-def timed(function, inputs, cfg):
-    """Median ms of function(), and with the gradients of `inputs`; peak GB where there is a GPU."""
-    synchronize = torch.cuda.synchronize if cfg.device == "cuda" else lambda: None
-
-    def once(backward):
-        synchronize()
+def milliseconds(function, device):
+    """The time of one call, by device events on a GPU."""
+    if device == "cpu":
         start = time.perf_counter()
-        with torch.set_grad_enabled(backward):
-            y = function()
-        if backward:
-            torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
-        synchronize()
+        function()
         return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def peak_mib(function, *modules):
+    """MiB of one call: what its new tensors hold at most, and the weights of the modules."""
+    weights = [p for module in modules if module for p in module.parameters()]
+    if weights[0].is_cuda:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with Count() as count:
+            function()
+        peak = count.peak
+    return (peak + sum(p.numel() * p.element_size() for p in weights)) / 2**20
+
+
+def interval(values):
+    """(mean, half of Student-t's 95 % interval); one value has none."""
+    n = len(values)
+    half = student_t.ppf(0.975, n - 1) * statistics.stdev(values) / n ** 0.5 if n > 1 else None
+    return statistics.fmean(values), half
+
+
+def show(values, form=".1f"):
+    """mean ± half interval as text."""
+    mean, half = interval(values)
+    return f"{mean:{form}} " + ("(n/a)" if half is None else f"± {half:{form.lstrip('+')}}")
+
+
+def make_model(source, device):
+    """A frozen backbone of a HydraConfig or what load_backbone takes; bfloat16 on a GPU, but for
+    what load_backbone keeps in float32."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if not isinstance(source, HydraConfig):
+        return load_backbone(source, dtype, device)
+    model = HydraBert(source).to(device, dtype).requires_grad_(False).eval()
+    for layer in model.layers:
+        for name in ("A_log", "dt_bias", "D"):
+            getattr(layer.mixer, name).data = getattr(layer.mixer, name).data.float()
+    return model
+
+
+def variants(model, adapters, ids, t):
+    """{name: a forward pass of ids (b, l) at t (b,)}: frozen, each adapter, and the geometries with
+    all times of a sampler's grid evaluated beforehand."""
+    grid, index = torch.linspace(0, 1, TIMES, device=t.device), (t * (TIMES - 1)).long()
+    cases = {"frozen": lambda: model.hidden(ids)}
+    for name, adapter in adapters.items():
+        cases[name] = lambda adapter=adapter: model.hidden(ids, adapter(t))
+    for name in GEOMETRIES:
+        found = adapters[name](grid)
+        cases[f"{name}, all t at once"] = lambda found=found: model.hidden(ids, at(found, index))
+    return cases
+
+
+@torch.no_grad()
+def cost(cfg, model, device):
+    """Table 3: {variant: its sizes, and for each length ms and overhead, one value per seed}."""
+    total, rows = sum(p.numel() for p in model.parameters()), {}
+    jobs = [(l, seed) for l in cfg.length for seed in range(cfg.seeds)]
+    for l, seed in common.progress(jobs, desc="latency"):
+        torch.manual_seed(cfg.seed + 100 * seed)
+        adapters = {name: make_adapter(name, model.config, mlp_dim=cfg.mlp_dim).to(device)
+                    for name in (*BASELINES, *GEOMETRIES)}
+        ids = torch.randint(model.config.vocab_size, (cfg.batch, l)).to(device)
+        cases = variants(model, adapters, ids, torch.rand(cfg.batch).to(device))
+        for case in cases.values():
+            case()  # warm-up
+        times = [{name: milliseconds(case, device) for name, case in cases.items()}
+                 for _ in range(cfg.passes)]
+        for name, case in cases.items():
+            adapter = adapters.get(name.partition(",")[0])
+            row = rows.setdefault(name, {
+                "total": total, "added": adapter_size(adapter) if adapter else 0, "ms": {},
+                "overhead": {}, "mib": {}})
+            row["ms"].setdefault(l, []).append(statistics.median(each[name] for each in times))
+            row["overhead"].setdefault(l, []).append(
+                100 * statistics.median(each[name] / each["frozen"] - 1 for each in times))
+            if seed == 0:
+                row["mib"][l] = peak_mib(case, model, adapter)
+    return rows
+
+
+def cost_table(rows, lengths):
+    return common.markdown(
+        ["variant", "parameters", "added", *(f"{what}, length {l}" for l in lengths
+                                             for what in ("ms", "overhead, %", "MiB"))],
+        *([name, f"{row['total'] + row['added']:,}", f"{row['added']:,}", *(
+            cell for l in lengths for cell in (
+                show(row["ms"][l]), "" if name == "frozen" else show(row["overhead"][l], "+.1f"),
+                f"{row['mib'][l]:.1f}"))] for name, row in rows.items()))
+
+
+# ---- the adapters alone, at the released size ----------------------------------------------------
+
+
+@torch.no_grad()
+def adapters_alone(model, device, rounds=9):
+    """Operations of an adapter, of applying it, and its time beside one frozen pass at (8, 512)."""
+    config, t = model.config, torch.rand(8).to(device)
+    ids = torch.randint(config.vocab_size, (8, 512)).to(device)
+    model.hidden(ids[:1])  # warm-up
+    frozen, rows = milliseconds(lambda: model.hidden(ids), device), {}
+    with torch.device("meta"):  # counted without data, as no GPU's compiled steps can be
+        counted, few = HydraBert(config), torch.empty(8, 64, dtype=torch.int64)
+
+    def passes(**modulation):
+        with Count() as count:
+            counted.hidden(few, Modulation(**{k: v.to("meta") for k, v in modulation.items()}))
+        return count.operations, sum(size >= 8 * 64 * config.d_inner for size in count.sizes)
+
+    operations, large = passes()
+    for name in (*BASELINES, *GEOMETRIES):
+        adapter = make_adapter(name, config)
+        with Count() as count:
+            modulation = adapter(t.cpu())
+        applied, applied_large = passes(**{k: v for k, v in vars(modulation).items()
+                                           if v is not None})
+        adapter.to(device)
+        rows[name] = {"operations": count.operations,
+                      "to_apply": (applied - operations) / config.n_layer,
+                      "large_passes": applied_large - large, "frozen_ms": frozen,
+                      "ms": statistics.median(milliseconds(lambda: adapter(t), device)
+                                              for _ in range(rounds))}
+    return rows
+
+
+def alone_table(rows):
+    return common.markdown(
+        ["23 layers, (b, l) = (8, 512)", "operations, all layers together",
+         "operations to apply, per layer", "new tensors of (b, l, d_inner)", "alone, ms",
+         "of a frozen pass, %"],
+        *([name, row["operations"], f"{row['to_apply']:.1f}", row["large_passes"],
+           f"{row['ms']:.1f}", f"{100 * row['ms'] / row['frozen_ms']:.3f}"]
+          for name, row in rows.items()))
+
+
+# ---- a training step -----------------------------------------------------------------------------
+
+
+def training_step(model, adapter, optimizer, b, l, seed=42):
+    """One step as train.py takes it, on random tokens: {part: ms}. Half of them are masked."""
+    generator = torch.Generator().manual_seed(seed)
+    device, spent = model.word_embeddings.weight.device, {}
+    x0 = torch.randint(model.config.vocab_size, (b, l), generator=generator).to(device)
+    masked = (torch.rand(b, l, generator=generator) < 0.5).to(device)
+
+    def part(name, function, *inputs):
+        out = []
+        spent[name] = milliseconds(lambda: out.append(function(*inputs)), device.type)
+        return out[0]
+
+    def loss(hidden):
+        ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
+        return cart_loss(ce, masked, cart_weights(masked))
+
+    modulation = part("adapter", adapter, torch.full((b,), 0.5, device=device))
+    hidden = part("backbone", model.hidden, x0, modulation)
+    part("backward", part("head and loss", loss, hidden).backward)
+    part("optimiser", optimizer.step)
+    optimizer.zero_grad()
+    return spent
+
+
+def training(model, b, l, mlp_dim, rounds=3):
+    """Times, memory and the share of each part, without and with gradient checkpointing."""
+    device, rows = model.word_embeddings.weight.device.type, {}
+    for checkpointing in (False, True):
+        torch.manual_seed(42)
+        model.checkpointing = checkpointing
+        adapter = make_adapter("chebyshev", model.config, mlp_dim=mlp_dim).to(device)
+        optimizer = torch.optim.AdamW(adapter.parameters())
+        step = functools.partial(training_step, model, adapter, optimizer, b, l)
+        step()  # warm-up
+        spent = [step() for _ in range(rounds)]
+        medians = {name: statistics.median(each[name] for each in spent) for name in spent[0]}
+        rows["checkpointing" if checkpointing else "plain"] = {
+            "parts": medians, "ms": sum(medians.values()), "batch": b, "length": l,
+            "tokens_per_second": 1e3 * b * l / sum(medians.values()),
+            "mib": peak_mib(step, model, adapter)}
+    model.checkpointing = False
+    return rows
+
+
+def training_table(rows):
+    names = list(next(iter(rows.values()))["plain"]["parts"])
+    return common.markdown(
+        ["model, (b, l)", "", "tokens/s", "MiB", *(f"{name}, %" for name in names)],
+        *([f"{model}, ({row['batch']}, {row['length']})", kind,
+           f"{row['tokens_per_second']:,.0f}", f"{row['mib']:,.0f}",
+           *(f"{100 * row['parts'][name] / row['ms']:.1f}" for name in names)]
+          for model, both in rows.items() for kind, row in both.items()))
+
+
+# ---- scaling, and the paper's run ----------------------------------------------------------------
+
+
+@torch.no_grad()
+def scaling(model, device, rounds=5):
+    """Median ms of a frozen pass at (1, l), and of models of 2 to 16 layers at (1, 1024)."""
+    def sweep(passes):
+        for function in passes.values():
+            function()  # warm-up
+        times = [{k: milliseconds(function, device) for k, function in passes.items()}
+                 for _ in range(rounds)]
+        return {k: statistics.median(each[k] for each in times) for k in passes}
+
+    draw = functools.partial(torch.randint, model.config.vocab_size, device=device)
+    like = model.word_embeddings.weight
+    models = {n: HydraBert(dataclasses.replace(model.config, n_layer=n)).to(like) for n in DEPTHS}
+    return {"length": sweep({l: functools.partial(model.hidden, draw((1, l))) for l in LENGTHS}),
+            "layers": sweep({n: functools.partial(m.hidden, draw((1, 1024)))
+                             for n, m in models.items()})}
+
+
+def scaling_table(found):
+    """Of each length and depth: ms, and ms for each 1024 tokens or layer over their mean."""
+    rows = []
+    for key, times in found.items():
+        each = {k: ms / k for k, ms in times.items()}
+        mean = statistics.fmean(each.values())
+        rows += [[f"{key} {k}", f"{times[k]:.0f}", f"{v / mean:.2f}"] for k, v in each.items()]
+    return common.markdown(["frozen pass", "ms", "ms / (length or layers), over the mean"], *rows)
+
+
+def plan():
+    """The paper's run, computed: {GPU: {number of them: (hours at the roofline, hours at the
+    efficiency of the paper's own frozen pass)}}, and what it rests on."""
+    run, config = RUNS["paper"], RELEASED
+    tokens = run["steps"] * run["global_batch"] * run["seqlen"]
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as flops:
+        HydraBert(config).hidden(torch.zeros(1, run["seqlen"], dtype=torch.long))
+    counts = {str(op): n / run["seqlen"] for op, n in flops.get_flop_counts()["Global"].items()}
+    scan = counts["aten.bmm"]
+    linear = sum(counts.values()) - scan
+    head = 2 * config.d_model * (config.vocab_size + config.d_model)       # of a masked token
+    layer_bytes = 2.22e9 / (8 * 4096)                                      # see above, of a token
+    # Forward, again for checkpointing, backward: no gradient of a frozen weight, so once for a
+    # linear map and twice for the scan; half of the tokens are masked and reach the head.
+    work = {"flop": 3 * linear + 4 * scan + 3 * head / 2,
+            "bytes": 4 * layer_bytes * config.n_layer}                     # backward moves two
+
+    def seconds(gpu, flop, moved):
+        teraflops, terabytes = GPUS[gpu]
+        return flop / (1e12 * teraflops) + moved / (1e12 * terabytes)
+
+    frozen = 8 * 4096 * seconds("A100", linear + scan + head,
+                                4.97e9 / (8 * 4096) * config.n_layer)
+    slower = 0.26743 / frozen                                              # Table 3
+    hours = {gpu: {n: [tokens * seconds(gpu, *work.values()) / n / 3600 * k for k in (1, slower)]
+                   for n in (1, 2)} for gpu in GPUS}
+    return {"tokens": tokens, "a_token": work, "scan_flop": scan, "hours": hours,
+            "slower_than_roofline": slower}
+
+
+def plan_table(found):
+    return common.markdown(
+        ["computed, not measured", *(f"{n} x {gpu}, hours" for gpu in GPUS for n in (1, 2))],
+        *([name, *(f"{found['hours'][gpu][n][i]:.1f}" for gpu in GPUS for n in (1, 2))]
+          for i, name in enumerate(("at the roofline",
+                                    f"{found['slower_than_roofline']:.1f} times slower"))))
+
+
+def draw(result, path):
+    """Overheads with their intervals, and latency against length and depth beside a line."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    overhead, length, layers = figure.subplots(1, 3, width_ratios=(5, 3, 3))
+    rows = {name: row for name, row in result["cost"].items() if name != "frozen"}
+    for i, l in enumerate(next(iter(rows.values()))["overhead"]):
+        means, halves = zip(*(interval(row["overhead"][l]) for row in rows.values()))
+        overhead.barh([k + 0.4 * (i - 0.5) for k in range(len(rows))], means, 0.38,
+                      xerr=[half or 0 for half in halves], label=f"length {l}")
+    overhead.set_yticks(range(len(rows)), rows)
+    overhead.invert_yaxis()
+    overhead.axvline(0, color="black", lw=0.8)
+    overhead.set(xlabel="overhead over the frozen pass, %", title="what conditioning costs")
+    overhead.legend(frameon=False, loc="lower right")
+    for ax, key, title in ((length, "length", "tokens"), (layers, "layers", "layers, 1024 tokens")):
+        x, ms = zip(*result["scaling"][key].items())
+        ax.plot(x, ms, "o-")
+        ax.plot(x, [ms[-1] * n / x[-1] for n in x], "k:", label="proportional")
+        ax.set(xlabel=title, ylabel="ms", title=f"against {key}", xscale="log", yscale="log")
+        ax.set_xticks(x, x)
+        ax.minorticks_off()
+        ax.legend(frameon=False)
+    common.save_figure(figure, path)
+
+
+# ---- the GPU check -------------------------------------------------------------------------------
+
+def forward_and_backward(function, inputs, device, rounds=10):
+    """Median ms of function(), and with the gradients of `inputs`; on a GPU, its peak MiB."""
+    def forward():
+        with torch.no_grad():
+            function()
+
+    def both():
+        y = function()
+        torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
 
     row = {}
-    if cfg.device == "cuda":
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for name, backward in (("forward_ms", False), ("both_ms", True))[:1 + bool(inputs)]:
-        once(backward), once(backward)  # compiles, and maps memory
-        row[name] = statistics.median(once(backward) for _ in range(cfg.rounds))
-    if cfg.device == "cuda":
-        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    for name, once in (("forward_ms", forward), ("both_ms", both))[:1 + bool(inputs)]:
+        once(), once()  # compiles, and maps memory
+        row[name] = statistics.median(milliseconds(once, device) for _ in range(rounds))
+    if device == "cuda":
+        row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return row
 
 
-def gpu_check(cfg):
+def gpu_check(device, seed):
     """Gradients first, then the time of each scan, and of the model with each adapter."""
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise common.UserError("--gpu-check: torch sees no CUDA GPU; --device cpu --batch 1 "
-                               "--length 64 --d-model 64 --n-layer 2 rehearses it here")
-    config = HydraConfig(d_model=cfg.d_model, n_layer=cfg.n_layer)
-    result = {"gradients": check_gradients(cfg, config), "times": []}
-    dtype = torch.bfloat16 if cfg.device == "cuda" else torch.float32
-    model = HydraBert(config).to(cfg.device, dtype).requires_grad_(False).eval()
-    for layer in model.layers:
-        for name in ("A_log", "dt_bias", "D"):  # in float32, as load_backbone keeps them
-            getattr(layer.mixer, name).data = getattr(layer.mixer, name).data.float()
-    adapters = {name: make_adapter(name, config).to(cfg.device) for name in KERNELS}
+    if device == "cuda" and not torch.cuda.is_available():
+        raise common.UserError("--gpu-check: torch sees no CUDA GPU; --device cpu rehearses it")
+    sizes, config = ((8, 4096), (1, 512)), HydraConfig()
+    if device == "cpu":
+        sizes, config = ((1, 64),), HydraConfig(d_model=64, n_layer=1)
+    result = {"gradients": check_kernels(config, sizes[0][1], device, seed), "times": []}
+    model = make_model(config, device)
+    adapters = {name: make_adapter(name, config).to(device) for name in KERNELS}
     scans = {"scan, kernels": bidirectional_scan, "scan, PyTorch path": lambda *inputs:
              chunked_scan(*inputs, config.chunk_size)}
     if importlib.util.find_spec("mamba_ssm"):
         scans["scan, mamba-ssm as Hydra uses it"] = mamba_scan
-    for b, l in zip(cfg.batch, cfg.length, strict=True):
-        ids = torch.randint(config.vocab_size, (b, l), device=cfg.device)
-        t, leaves = torch.full((b,), 0.5, device=cfg.device), random_inputs(
-            b, l, config.nheads, config.headdim, 1, config.d_state, torch.float32, cfg.seed)
+    for b, l in sizes:
+        ids = torch.randint(config.vocab_size, (b, l), device=device)
+        t, leaves = torch.full((b,), 0.5, device=device), random_inputs(
+            b, l, config.nheads, config.headdim, 1, config.d_state, torch.float32, seed)
         leaves[2] = leaves[2][0]  # one A for all samples: mamba-ssm knows no other
-        inputs = cast(leaves, cfg.device, dtype)
+        inputs = cast(leaves, device, model.word_embeddings.weight.dtype)
         cases = {name: (lambda scan=scan: scan(*inputs), inputs) for name, scan in scans.items()}
         cases |= {f"model, {name}": (lambda a=adapter: model.hidden(ids, a(t)),
                                      [p for p in adapter.parameters() if p.requires_grad])
                   for name, adapter in adapters.items()}
         for name, case in cases.items():
-            row = {"what": name, "batch": b, "length": l, **timed(*case, cfg)}
+            row = {"what": name, "batch": b, "length": l, **forward_and_backward(*case, device)}
             result["times"].append(row)
             common.log("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}"
                                  for k, v in row.items()))
             if name == "model, none":
                 frozen = f"(b, l) = ({b}, {l}) takes {row['forward_ms']:.1f} ms frozen"
-    common.log(f"gpu check: {frozen}, in {dtype} on {cfg.device}")
+    common.log(f"gpu check: {frozen}, on {device}")
+    return result
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def measure(cfg, model, device):
+    """Everything but the GPU check, with the tables of it."""
+    released = model if cfg.weights == "random" else make_model(RELEASED, device)
+    result = {"cost": cost(cfg, model, device), "alone": adapters_alone(released, device)}
+    result["training"] = {
+        "shipped": training(make_model("small", device), 16, 128, 64),
+        "released size": training(released, *((1, 256) if device == "cpu" else (4, 4096)), 256,
+                                  rounds=1)}
+    result |= {"scaling": scaling(model, device), "plan": plan()}
+    result["tables"] = {
+        "cost": cost_table(result["cost"], cfg.length), "alone": alone_table(result["alone"]),
+        "training": training_table(result["training"]),
+        "scaling": scaling_table(result["scaling"]), "plan": plan_table(result["plan"])}
+    for name, table in result["tables"].items():
+        common.log(f"\n{name}\n\n{table}")
+    hours = result["plan"]["hours"]["A100"][1]
+    common.log(f"\nthe paper's training, computed: {hours[0]:.0f} to {hours[1]:.0f} hours on one "
+               "A100")
     return result
 
 
 def main(cfg):
-    if (len(cfg.batch) != len(cfg.length) or min(*cfg.batch, *cfg.length, cfg.rounds) < 1
-            or cfg.device not in ("cpu", "cuda")):
-        raise common.UserError(f"got --batch {cfg.batch}, --length {cfg.length}, --rounds "
-                               f"{cfg.rounds}, --device {cfg.device}: need as many lengths as "
-                               "batches, all of them and the rounds from 1, and cpu or cuda")
-    if not cfg.gpu_check:
-        raise common.UserError("bench.py: give --gpu-check, on a machine with a CUDA GPU")
-    if cfg.publish and cfg.device != "cuda":
+    device = "cuda" if cfg.gpu_check and cfg.device == "auto" else common.pick_device(cfg.device)
+    if cfg.gpu_check and cfg.publish and device != "cuda":
         raise common.UserError("--publish: a rehearsal on the CPU is no result; leave it out")
-    env = common.banner("bench.py", cfg, cfg.device)
-    result = gpu_check(cfg)
+    torch.manual_seed(cfg.seed)
+    model = None if cfg.gpu_check else make_model(
+        RELEASED if cfg.weights == "random" else cfg.weights, device)
+    env = common.banner("bench.py", cfg, device, model)
+    result = gpu_check(device, cfg.seed) if cfg.gpu_check else measure(cfg, model, device)
     common.write_json(common.ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
+    if not cfg.gpu_check:
+        draw(result, common.ROOT / (f"figures/table3_{cfg.preset}.png" if cfg.publish
+                                    else f"{cfg.out}/cost.png"))
     if cfg.publish:
-        common.publish("bench", "gpu_check", result, cfg, env)
+        common.publish("bench", "gpu_check" if cfg.gpu_check else cfg.preset, result, cfg, env)
     return result
 
 
 if __name__ == "__main__":
-    common.run_cli(Config, main)
+    common.run_cli(Config, main, PRESETS)

@@ -12,11 +12,11 @@ import types
 import numpy as np
 import pytest
 import torch
+from bench import Count
 from common import UserError
 from helpers import FIXTURES, PREFIX, released_state, write_composer_layout, write_released_layout
 from hydra_ssm import HydraBert, HydraConfig, Modulation, load_backbone
 from scipy.special import erf
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = dict(vocab_size=24, d_model=8, n_layer=2, d_state=3, d_conv=5, expand=2, headdim=4,
              ngroups=1)
@@ -343,19 +343,6 @@ def test_the_full_size_has_the_released_number_of_parameters():
     assert sum(p.numel() for p in model.parameters()) == 112_082_098
 
 
-class CountOperations(TorchDispatchMode):
-    """Dispatched ATen operations, views apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            self.names.append(str(func))
-        return func(*args, **kwargs or {})
-
-
 def test_applying_a_modulation_costs_at_most_two_operations_per_layer(tmp_path):
     cfg = config_of(n_layer=12)
     write_released_layout(tmp_path / "w.pt", cfg)
@@ -364,8 +351,8 @@ def test_applying_a_modulation_costs_at_most_two_operations_per_layer(tmp_path):
     modulation = Modulation(**{k: v.float() for k, v in mod.items()})
     counts = []
     for given in (None, modulation):
-        with torch.no_grad(), CountOperations() as counted:
+        with torch.no_grad(), Count() as count:
             model(ids, given)
-        counts.append(len(counted.names))
+        counts.append(count.operations)
     assert counts[0] > 12 * 20, "the frozen pass was not counted"
     assert counts[1] - counts[0] <= 2 * cfg.n_layer

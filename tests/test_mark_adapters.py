@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import scipy.fft
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mark_adapters as ma
+from bench import Count
 from common import UserError
 from hydra_ssm import HydraBert, HydraConfig
 from mark_adapters import MarkAdapter, adapter_size, make_adapter, modulation_spread
@@ -408,27 +408,15 @@ def test_the_spectral_damping_stays_finite_for_any_alpha():
 # ---- cost and precision --------------------------------------------------------------------------
 
 
-class CountOps(TorchDispatchMode):
-    """Counts the dispatched ATen operations that are no views."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kernel, most", [("hypernet", 45), ("chebyshev", 60), ("dct", 55),
                                           ("inject", 10), ("adaln", 10)])
 def test_one_pass_over_all_layers_takes_few_operations_at_any_depth(kernel, most):
     counts = []
     for config, n_shifts in ((REAL, 12), (REAL, 24), (dataclasses.replace(REAL, n_layer=2), 12)):
         adapter = make_adapter(kernel, config, n_shifts=n_shifts, init="default")
-        with CountOps() as ops:
+        with Count() as count:
             adapter(TIMES)
-        counts.append(ops.count)
+        counts.append(count.operations)
     assert max(counts) <= most and len(set(counts)) == 1
 
 
