@@ -16,8 +16,9 @@ KERNELS = ("hypernet", "chebyshev", "dct")
 def test_the_files_are_as_small_as_promised():
     size = {path.name: path.stat().st_size for path in (ROOT / "assets").glob("*.safetensors")}
     adapters = {f"adapter_{kernel}.safetensors" for kernel in KERNELS}
-    assert size.keys() == {"hydra_small.safetensors", *adapters}
+    assert size.keys() == {"hydra_small.safetensors", "transformer_small.safetensors", *adapters}
     assert size.pop("hydra_small.safetensors") <= 4_000_000
+    assert size.pop("transformer_small.safetensors") <= 2_000_000
     assert sum(size.values()) <= 3_000_000
 
 
