@@ -3,7 +3,8 @@
 Run:      not a script; pretrain.py, train.py and evaluate.py import it.
 Symbols:  runs/<name>/config.json          configuration, commit, versions and hardware of the run
           runs/<name>/metrics.jsonl        one JSON object a line: training steps and evaluations
-          runs/<name>/adapter.safetensors  the trained adapter; its settings in the file's metadata
+          runs/<name>/adapter.safetensors  the trained adapter. Metadata: format (FORMAT), kernel,
+                 backbone (fingerprint of its weights), settings, step, weights, vocab, ... as JSON
           runs/<name>/last.pt              all a resumed run needs: tensors and plain numbers only
 Differs from the paper: nothing.
 
@@ -11,8 +12,11 @@ Every file but metrics.jsonl, which grows line by line, is written beside its pl
 renamed: after a crash there is the old one or the new one. No random state is saved: the noise of a
 sample depends on its place alone (data.py).
 """
+import contextlib
+import io
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import torch
@@ -20,12 +24,15 @@ import torch
 import common
 from mark_adapters import MarkAdapter, make_adapter
 
+FORMAT = "mark-adapter 1"  # of adapter.safetensors; the number changes with what it means
+
 
 def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
     """Create the run folder and write config.json, or check that `resume` continues the same run.
 
-    free: names of settings that a resumed run may change. Raises UserError where a folder would be
-    lost, or where the settings of a resumed run differ.
+    free: names of settings that a resumed run may change. A run that was killed before its first
+    checkpoint has no last.pt and is resumed at its beginning. Raises UserError where a folder would
+    be lost, or where the settings of a resumed run differ.
     """
     folder, settings = Path(folder), vars(cfg)
     if resume:
@@ -38,17 +45,27 @@ def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
             raise common.UserError(
                 f"--resume: {changed[0]} was {before[changed[0]]!r} in {folder} and is "
                 f"{now[changed[0]]!r} now; give the same settings or another --name")
+        for half_written in folder.glob(".*.tmp"):  # when the run was killed
+            half_written.unlink()
         return folder
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_file() or any(path.suffix != ".tmp" for path in folder.glob("*")):
         if not overwrite:
             raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
                                    "--overwrite, or choose another --name")
         if not (folder / "config.json").is_file():
             raise common.UserError(f"{folder} is not a run folder (no config.json), so --overwrite "
                                    "leaves it alone; choose another --name")
-        shutil.rmtree(folder)
+    for path in folder.glob("*"):
+        if path.name != "config.json":  # which stays until it is replaced: it marks a run
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     common.write_json(folder / "config.json", {"config": settings, **env})
     return folder
+
+
+def started_by(folder):
+    """The process that started the run in `folder`, as it said to open_run; None where none did."""
+    path = Path(folder) / "config.json"
+    return json.loads(path.read_text()).get("parent") if path.is_file() else None
 
 
 def append_metrics(folder, **row):
@@ -74,8 +91,10 @@ def read_metrics(folder, up_to_step=None):
 
 def save_state(path, **state):
     """Tensors, numbers, strings and containers of them -> a torch file."""
+    buffer = io.BytesIO()  # torch's own writer hides that a disk is full
+    torch.save(state, buffer)
     with common.atomic_path(path) as temporary:
-        torch.save(state, temporary)
+        temporary.write_bytes(buffer.getbuffer())
 
 
 def load_state(path, device="cpu"):
@@ -90,28 +109,39 @@ def load_state(path, device="cpu"):
 
 
 def save_adapter(path, adapter, dtype=torch.float32, **about):
-    """Write a trained adapter: its tensors in `dtype`, kernel, settings and `about` as metadata."""
-    from safetensors.torch import save_file
-    metadata = {"kernel": adapter.kernel, "settings": json.dumps(adapter.settings)}
+    """Write a trained adapter in FORMAT: its tensors in `dtype`; as metadata its kernel, settings,
+    the fingerprint of its backbone and `about`.
+    """
+    metadata = {"format": FORMAT, "kernel": adapter.kernel, "backbone": adapter.backbone,
+                "settings": json.dumps(adapter.settings)}
     metadata |= {k: json.dumps(v) for k, v in about.items()}
+    save_tensors(path, {k: v.detach().to(dtype) for k, v in adapter.state_dict().items()}, metadata)
+
+
+def save_tensors(path, tensors, metadata=None):
+    """A safetensors file."""
+    from safetensors.torch import save
     with common.atomic_path(path) as temporary:
-        save_file({k: v.detach().to(dtype).contiguous() for k, v in adapter.state_dict().items()},
-                  temporary, metadata)
+        temporary.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, metadata))
 
 
 def load_adapter(path, config, device="cpu"):
     """(adapter, about) from a run folder or an adapter.safetensors, for a backbone of `config`.
 
-    Raises UserError where the file is none, or was trained for a backbone of other sizes.
+    Raises UserError where the file is none, or was trained on another backbone; one of the same
+    sizes is told by its fingerprint, where both have one (hydra_ssm.fingerprint).
     """
     from safetensors import safe_open
     path = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
+            if metadata.pop("format", None) != FORMAT:
+                raise common.UserError(f"not in the format {FORMAT!r} of this version's train.py; "
+                                       "give a run folder or its adapter.safetensors")
             state = {k: file.get_tensor(k).float() for k in file.keys()}
-        about = {k: json.loads(v) for k, v in metadata.items() if k != "kernel"}
-        kernel = metadata["kernel"]
+        kernel, backbone = metadata.pop("kernel"), metadata.pop("backbone")
+        about = {k: json.loads(v) for k, v in metadata.items()}
         adapter = make_adapter(kernel, config, **about.pop("settings"))
     except common.UserError as error:
         raise common.UserError(f"{path}: {error}") from None
@@ -120,10 +150,15 @@ def load_adapter(path, config, device="cpu"):
                                "run folder of train.py or its adapter.safetensors") from None
     expected = adapter.state_dict()
     wrong = [k for k in expected if k not in state or state[k].shape != expected[k].shape]
-    if wrong or state.keys() - expected:
-        raise common.UserError(f"{path}: this {kernel} adapter belongs to another backbone (see "
-                               f"{(wrong or sorted(state))[0]}); give the --weights it was "
-                               "trained with")
+    wrong += sorted(state.keys() - expected.keys())
+    known = {backbone, config.weights} - {""}
+    if wrong or len(known) > 1:
+        seen = (f"see {wrong[0]}" if wrong else
+                f"{backbone[:12]}, and this one is {config.weights[:12]}")
+        raise common.UserError(f"{path}: this {kernel} adapter belongs to another backbone ({seen})"
+                               "; give the --weights it was trained with")
+    if not all(v.isfinite().all() for v in state.values()):
+        raise common.UserError(f"{path}: holds NaN or infinity; train it again")
     adapter.load_state_dict(state)
     return adapter.to(device), about
 
@@ -134,7 +169,7 @@ def load_adapters(paths, config, device="cpu", mark_only=False):
     A label is the file's or the folder's name, or the whole path where that is taken. mark_only
     raises UserError for an adapter that leaves the recurrence alone.
     """
-    shipped = sorted((common.ROOT / "assets").glob("adapter_*.safetensors"))
+    shipped = sorted((common.SOURCE / "assets").glob("adapter_*.safetensors"))
     adapters = {}
     for path in map(Path, paths or shipped):
         adapter, _ = load_adapter(path, config, device)
@@ -146,3 +181,16 @@ def load_adapters(paths, config, device="cpu", mark_only=False):
         taken = label in adapters or label in ("uniform", "unigram", "frozen")  # rows of tables
         adapters[str(path) if taken else label] = adapter
     return adapters
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Yield a list that SIGTERM and Ctrl-C are added to, in place of ending the process."""
+    caught, before = [], {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, lambda number, frame: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -6,6 +6,7 @@ Differs from the paper: nothing.
 """
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -14,13 +15,18 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from importlib import metadata
 from pathlib import Path
 
 import torch
 import tqdm
 
-ROOT = Path(__file__).resolve().parent
+SOURCE = Path(__file__).resolve().parent
+ROOT = Path(os.environ.get("MARK_ROOT") or SOURCE).resolve()  # of runs/, results/ and figures/
+MAY_BE_ZERO = ("seed", "warmup", "layer", "iterations")  # settings whose default is more
+MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
+            errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)  # by the user
 SEEDS = tuple(42 + 100 * i for i in range(15))  # C.3: seed i is 42 + 100 i
 
 
@@ -51,9 +57,20 @@ def log(*parts):
 
 
 def progress(iterable=None, total=None, desc="", **kwargs):
-    """A tqdm bar on rank 0 of a terminal; elsewhere silent, and scripts log a line at times."""
+    """A tqdm bar on rank 0 of a terminal; elsewhere a loop logs a line a minute."""
     silent = rank_and_world()[0] != 0 or not sys.stderr.isatty()
+    if silent and iterable is not None:
+        return _lines(iterable, desc)
     return tqdm.tqdm(iterable, total=total, desc=desc, disable=silent, dynamic_ncols=True, **kwargs)
+
+
+def _lines(iterable, desc, every=60):
+    of, since = f" of {len(iterable)}" if hasattr(iterable, "__len__") else "", time.monotonic()
+    for done, item in enumerate(iterable):
+        if time.monotonic() - since >= every:
+            log(f"{desc}: {done}{of}")
+            since = time.monotonic()
+        yield item
 
 
 @contextlib.contextmanager
@@ -122,7 +139,7 @@ def environment():
     """Commit, versions and hardware: what a published number needs beside it."""
     def git(*args):
         try:
-            return subprocess.run(("git", "-C", str(ROOT), *args), capture_output=True, text=True,
+            return subprocess.run(("git", "-C", str(SOURCE), *args), capture_output=True, text=True,
                                   timeout=10).stdout.strip()
         except (OSError, subprocess.SubprocessError):  # no git, or one that hangs
             return ""
@@ -161,7 +178,8 @@ def banner(script, cfg, device="cpu", model=None):
 def publish(script, run, result, cfg=None, env=None):
     """Write results/<script>/<run>.json: metrics, config, environment. Returns the path.
 
-    env: the `environment()` the run began in, which a long run passes on; default: now.
+    env: the `environment()` the run began in, which a long run passes on; default: now. What was
+    published before under this name is replaced; git has it.
     """
     path = ROOT / "results" / script / f"{run}.json"
     write_json(path, {"metrics": result, "config": cfg, **(env or environment())})
@@ -175,18 +193,54 @@ def from_preset(config_class, presets, name, **given):
     return config_class(**{**presets[name], **given, "preset": name})
 
 
-def run_cli(config_class, main, presets=None):
-    """Parse `config_class` from the command line and call `main(cfg)`; exit 2 on a UserError.
+def check_settings(cfg, default):
+    """Refuse what no script can use: a number that is negative or not finite, and 0 or nothing
+    where both the class and `default` have more.
+    """
+    for field in dataclasses.fields(cfg):
+        value, flag = getattr(cfg, field.name), f"--{field.name.replace('_', '-')}"
+        full = bool(field.default and getattr(default, field.name))
+        if full and value == ():
+            raise UserError(f"{flag}: got nothing, need at least one value")
+        for v in value if isinstance(value, tuple) else (value,):
+            least = int(full and isinstance(v, int) and field.name not in MAY_BE_ZERO)
+            if type(v) in (int, float) and not least <= v <= 1e12:
+                raise UserError(f"{flag}: got {v}, need a number from {least} to 1e12")
 
-    With presets, `--preset NAME` sets the defaults that the other flags then override.
+
+def run_cli(config_class, main, presets=None):
+    """Parse `config_class` from the command line, check it and call `main(cfg)`.
+
+    With presets, `--preset NAME` sets the defaults that the other flags then override. What the
+    user can mend ends in one line and status 2; a bug has its traceback.
     """
     import tyro
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))
+        with contextlib.suppress(AttributeError):  # a text may hold what the terminal cannot show
+            getattr(sys, name).reconfigure(errors="replace")
     try:
         default = config_class()
         if presets:
             chosen = re.search(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(sys.argv[1:]))
             default = from_preset(config_class, presets, chosen[1] if chosen else default.preset)
-        main(tyro.cli(config_class, default=default))
+        cfg = tyro.cli(config_class, default=default)
+        check_settings(cfg, default)
+        return main(cfg)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        said, status = error, 2
+    except MemoryError as error:
+        said, status = f"out of memory ({error}): give smaller sizes or a shorter text", 2
+    except KeyboardInterrupt:
+        said, status = "interrupted", 130
+    except BrokenPipeError:  # `| head` has seen enough; what is left to flush goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        if error.errno not in MENDABLE:
+            raise
+        said, status = (f"{error}: make room, or give a path with rights to it (MARK_ROOT=DIR "
+                        "moves runs/ and results/); what was saved before is whole"), 2
+    print(f"error: {said}", file=sys.stderr)
+    sys.exit(status)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def tokenise(documents, tokenizer):
     batch, size = [], 0
     for document in documents:
         batch.append(document)
-        size += len(document)
+        size += len(document) + 1024  # of memory that even a short one takes
         if size > 1 << 20:
             yield from encoded(batch)
             batch, size = [], 0
@@ -129,8 +130,9 @@ def load_corpus(source, tokenizer, split=None):
         more, more_bytes, more_docs = load(one, tokenizer, split)
         parts, n_bytes, n_docs = parts + more, n_bytes + more_bytes, n_docs + more_docs
     if n_docs == 0:
-        raise UserError(f"no {split or ''} document in {', '.join(map(str, sources))}: give more "
-                        "text (of few documents, none may fall into the 5 % that are valid)")
+        raise UserError(f"no {split + ' ' if split else ''}document in "
+                        f"{', '.join(map(str, sources))}: give more text (of few documents, none "
+                        "may fall into the 5 % that are valid)")
     ids = parts[0] if len(parts) == 1 and isinstance(parts[0], np.ndarray) else Stream(parts)
     return Corpus(ids, n_bytes, n_docs, tokenizer.name)
 
@@ -181,7 +183,9 @@ def _load_shards(folder, tokenizer, split):
         manifest = json.loads(Path(folder, "manifest.json").read_text("utf-8"))
         made_with, fingerprint = manifest["tokenizer"], manifest["fingerprint"]
         parts = [manifest["splits"][s] for s in ([split] if split else manifest["splits"])]
-        shards = [(Path(folder, s["file"]), s["tokens"]) for p in parts for s in p["shards"]]
+        shards = [(Path(folder, s["file"]), s["tokens"], s["crc32"])
+                  for p in parts for s in p["shards"]]
+        totals = [sum(p[k] for p in parts) for k in ("bytes", "documents")]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/manifest.json is damaged ({type(error).__name__}: {error}): "
                         "build the shards again with data.py --out") from None
@@ -189,17 +193,19 @@ def _load_shards(folder, tokenizer, split):
         raise UserError(f"{folder} was made with the vocabulary of {made_with} ({fingerprint[:12]})"
                         f", not of {tokenizer.name} ({tokenizer.fingerprint[:12]}): use that "
                         "tokenizer, or build the shards again")
-    for path, n in shards:
+    for path, n, crc32 in shards:
         size = path.stat().st_size if path.is_file() else "no"
         if size != 2 * n:
             raise UserError(f"shard {path} has {size} bytes, its manifest says {2 * n}: copy or "
                             "build it again")
         ids = np.memmap(path, "<u2", "r")  # one pass, some seconds for the paper's 7 GB
-        top = max(int(ids[i:i + (1 << 22)].max()) for i in range(0, n, 1 << 22))
-        if top >= tokenizer.vocab_size:
-            raise UserError(f"shard {path} holds id {top}, {tokenizer.name} ends at "
-                            f"{tokenizer.vocab_size - 1}: copy or build it again")
-    return [path for path, _ in shards], *(sum(p[k] for p in parts) for k in ("bytes", "documents"))
+        top = crc = 0
+        for block in (ids[i:i + (1 << 22)] for i in range(0, n, 1 << 22)):
+            top, crc = max(top, int(block.max())), zlib.crc32(block, crc)
+        if top >= tokenizer.vocab_size or crc != crc32:
+            raise UserError(f"shard {path} has CRC-32 {crc} and ids up to {top}, needed {crc32} "
+                            f"and at most {tokenizer.vocab_size - 1}: copy or build it again")
+    return [path for path, *_ in shards], *totals
 
 
 def write_shards(documents, out, tokenizer, counts=None, splits=SPLITS, train_tokens=None,
@@ -215,7 +221,8 @@ def write_shards(documents, out, tokenizer, counts=None, splits=SPLITS, train_to
     if (out.is_file() or out.is_dir() and any(out.iterdir())) and not (overwrite and known):
         raise UserError(f"{out} exists and is {'a shard folder' if known else 'not empty'}: choose "
                         f"another --out{', or --overwrite' if known else ''}")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary, replaced = (out.absolute().with_name(f".{out.name}.{os.getpid()}.{kind}")
+                           for kind in ("tmp", "replaced"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     made = {s: {"tokens": 0, "bytes": 0, "documents": 0, "shards": []} for s in splits}
@@ -230,14 +237,17 @@ def write_shards(documents, out, tokenizer, counts=None, splits=SPLITS, train_to
             while len(ids):
                 if not shards or shards[-1]["tokens"] == shard_tokens:
                     stem = "shard" if split == "train" else split
-                    shards.append({"file": f"{stem}_{len(shards):05d}.bin", "tokens": 0})
+                    name = f"{stem}_{len(shards):05d}.bin"
+                    shards.append({"file": name, "tokens": 0, "crc32": 0})
                     if split in files:
                         files[split].close()
                     files[split] = open(temporary / shards[-1]["file"], "wb")
                 now, ids = np.split(ids, [shard_tokens - shards[-1]["tokens"]])
-                files[split].write(now.astype("<u2").tobytes())
+                raw = now.astype("<u2").tobytes()
+                files[split].write(raw)
+                shards[-1]["crc32"] = zlib.crc32(raw, shards[-1]["crc32"])
                 shards[-1]["tokens"] += len(now)
-            if train_tokens and made["train"]["tokens"] >= train_tokens:
+            if train_tokens is not None and made["train"]["tokens"] >= train_tokens:
                 break
         if not made["train"]["tokens"]:
             raise UserError(f"nothing to train on for {out}: give more text")
@@ -248,8 +258,10 @@ def write_shards(documents, out, tokenizer, counts=None, splits=SPLITS, train_to
                     "invalid_utf8": counts["invalid_utf8"],
                     "cut_documents": counts["cut_documents"], "splits": made}
         write_json(temporary / "manifest.json", manifest)
-        shutil.rmtree(out, ignore_errors=True)
+        if out.exists():
+            os.rename(out, replaced)  # a kill between the two renames loses neither
         os.rename(temporary, out)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _report(out, counts)
@@ -402,9 +414,9 @@ def main(cfg):
     """Write shards, or show what a corpus, a window and its corruption look like."""
     tokenizer = make_tokenizer(cfg.tokenizer)
     banner("data.py", cfg)
-    if cfg.mixture not in ("", "paper") or cfg.mixture and not cfg.out:
-        raise UserError(f"--mixture {cfg.mixture} --out '{cfg.out}': the one mixture is paper, and "
-                        "it needs --out, the folder to build")
+    if cfg.t > 1 or cfg.mixture not in ("", "paper") or cfg.mixture and not cfg.out:
+        raise UserError(f"--t {cfg.t} --mixture {cfg.mixture} --out '{cfg.out}': t is at most 1; "
+                        "the one mixture is paper, and it needs --out, the folder to build")
     if cfg.out:
         counts = Counter()
         manifest = build_mixture(cfg.out, tokenizer, cfg.tokens) if cfg.mixture else write_shards(

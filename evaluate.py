@@ -307,9 +307,6 @@ class Config:
 
 
 def main(cfg):
-    if min(cfg.seeds, cfg.windows, cfg.seqlen) < 1:
-        raise common.UserError(f"--seeds {cfg.seeds}, --windows {cfg.windows}, --seqlen "
-                               f"{cfg.seqlen}: need at least 1 of each")
     device, tokenizer = common.pick_device(cfg.device), make_tokenizer(cfg.vocab)
     model = load_backbone(cfg.weights, device=device)
     check_vocabulary(model, tokenizer)

@@ -47,6 +47,7 @@ class HydraConfig:
     headdim: int = 64
     ngroups: int = 1
     chunk_size: int = 64
+    weights: str = ""  # the `fingerprint` of what was loaded
 
     @property
     def d_inner(self):
@@ -329,7 +330,7 @@ class HubFile(NamedTuple):
 HUB_FILES = {"goombalab/hydra": HubFile(
     "89204f45b7e595243e74d2ed0cab0afc2aa35ef6", "hydra_bert_23layers.pt", 449_652_194,
     "d38892dd98e4c71e24d3566084e7a64da5c3bfbff2ee4e2ba46e66a61202e1f9")}
-SMALL = common.ROOT / "assets" / "hydra_small.safetensors"
+SMALL = common.SOURCE / "assets" / "hydra_small.safetensors"
 
 RENAMES = (  # released key -> ours
     (r"^bert\.embeddings\.(word|token_type)_embeddings\.", r"\1_embeddings."),
@@ -381,6 +382,15 @@ def locate(source):
     return path
 
 
+def fingerprint(state):
+    """sha256 of weights by name, rounded to bfloat16: one model has one, in any file and dtype."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].bfloat16().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def check_vocabulary(model, tokenizer):
     """Raise UserError unless the tokenizer's ids are those of the backbone's embeddings."""
     if model.config.vocab_size != tokenizer.vocab_size:
@@ -390,7 +400,7 @@ def check_vocabulary(model, tokenizer):
 
 
 def infer_config(state):
-    """HydraConfig from tensor shapes alone (one group is assumed: shapes cannot tell)."""
+    """HydraConfig from tensors, sizes by shape alone (one group is assumed: they cannot tell)."""
     d_inner = state["layers.0.mixer.out_proj.weight"].shape[1]
     h = len(state["layers.0.mixer.A_log"])
     vocab_size, d_model = state["word_embeddings.weight"].shape
@@ -399,7 +409,7 @@ def infer_config(state):
         n_layer=1 + max(int(k.split(".")[1]) for k in state if k.startswith("layers.")),
         d_state=(len(state["layers.0.mixer.conv1d.bias"]) - d_inner) // 4,
         d_conv=state["layers.0.mixer.conv1d.weight"].shape[-1],
-        chunk_size=64 if d_inner // h >= 64 else 32)
+        chunk_size=64 if d_inner // h >= 64 else 32, weights=fingerprint(state))
 
 
 def canonical_name(key):

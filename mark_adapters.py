@@ -363,7 +363,7 @@ def make_adapter(kernel, config, **settings):
         if value is not None and value < least:
             raise UserError(f"{name}: got {value}, need at least {least}")
     adapter = KERNELS[kernel](config, cfg)
-    adapter.kernel, adapter.settings = kernel, settings
+    adapter.kernel, adapter.settings, adapter.backbone = kernel, settings, config.weights
     return adapter
 
 
@@ -447,6 +447,8 @@ def main(cfg):
     torch.manual_seed(cfg.seed)
     env = banner("mark_adapters.py", cfg)
     config = HydraConfig()
+    if cfg.layer >= config.n_layer:
+        raise UserError(f"--layer: got {cfg.layer}, need 0 to {config.n_layer - 1}")
     rows = budgets(config)
     print(f"{config.n_layer} layers, {config.nheads} heads; c_t's MLP (33,024 more) not counted\n")
     print(markdown(["adapter", "n_shifts", "parameters", "published, M"], *(

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 import common
 from cart import corrupt, masked_cross_entropy, uniform_nats
-from checkpoint import append_metrics, load_state, open_run, read_metrics, save_state
+from checkpoint import (append_metrics, load_state, open_run, read_metrics, save_state,
+                        save_tensors, stop_signals)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   named_sources, noise_generator)
 from hydra_ssm import SMALL, HydraBert, HydraConfig
@@ -119,11 +120,12 @@ def main(cfg):
                                    {"params": vectors, "weight_decay": 0.0}],
                                   lr=cfg.lr, betas=(0.9, 0.98))
     start = 0
-    if cfg.resume:
+    if cfg.resume and (folder / "last.pt").is_file():
         state = load_state(folder / "last.pt")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
+    if cfg.resume:
         read_metrics(folder, up_to_step=start)
     if cfg.compile:
         for layer in model.layers:  # one graph serves all layers
@@ -132,34 +134,40 @@ def main(cfg):
     remaining = range(start * cfg.batch, cfg.steps * cfg.batch)
     batches = DataLoader(dataset, cfg.batch, sampler=remaining)
     began, mean_loss = time.time(), None
-    for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
-        for group in optimizer.param_groups:
-            group["lr"] = common.learning_rate(step, cfg.steps, max(1, cfg.steps // 20), cfg.lr,
-                                               0.02)
-        with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
-            hidden = model.hidden(item["x_t"], None, item["x0"] != tokenizer.pad_id)
-            masked, x0 = item["masked"], item["x0"]
-            ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
-        loss = ce.mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            raise common.UserError(f"step {step + 1}: the loss is {loss.item()}, the gradient norm "
-                                   f"{norm.item()}; lower --lr and start again")
-        optimizer.step()
-        mean_loss = loss.item() if mean_loss is None else 0.98 * mean_loss + 0.02 * loss.item()
-        if (step + 1) % 100 == 0:
-            rate = (step + 1 - start) * cfg.batch * cfg.seqlen / (time.time() - began)
-            append_metrics(folder, step=step + 1, loss=mean_loss, bytes_per_second=rate)
-            common.log(f"step {step + 1:6d}  loss {mean_loss:.4f} nats  {rate:,.0f} bytes/s")
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-            save_state(folder / "last.pt", step=step + 1, model=model.state_dict(),
-                       optimizer=optimizer.state_dict())
-            few = {name: model_nats(model, *(v[:64] for v in drawn), tokenizer.pad_id)
-                   for name, drawn in sets.items()}
-            append_metrics(folder, step=step + 1, valid=few)
-            common.log("  held out: " + "  ".join(f"{k} {v:.4f}" for k, v in few.items()))
+    with stop_signals() as caught:
+        for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
+            for group in optimizer.param_groups:
+                group["lr"] = common.learning_rate(step, cfg.steps, max(1, cfg.steps // 20),
+                                                   cfg.lr, 0.02)
+            with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
+                hidden = model.hidden(item["x_t"], None, item["x0"] != tokenizer.pad_id)
+                masked, x0 = item["masked"], item["x0"]
+                ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
+            loss = ce.sum() / max(1, len(ce))  # 0 where nothing is masked
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not (torch.isfinite(loss) and torch.isfinite(norm)):
+                raise common.UserError(f"step {step + 1}: the loss is {loss.item()}, the gradient "
+                                       f"norm {norm.item()}; lower --lr and start again")
+            optimizer.step()
+            mean_loss = loss.item() if mean_loss is None else 0.98 * mean_loss + 0.02 * loss.item()
+            if (step + 1) % 100 == 0:
+                rate = (step + 1 - start) * cfg.batch * cfg.seqlen / (time.time() - began)
+                append_metrics(folder, step=step + 1, loss=mean_loss, bytes_per_second=rate)
+                common.log(f"step {step + 1:6d}  loss {mean_loss:.4f} nats  {rate:,.0f} bytes/s")
+            stop = bool(caught) and step + 1 < cfg.steps
+            if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or stop:
+                save_state(folder / "last.pt", step=step + 1, model=model.state_dict(),
+                           optimizer=optimizer.state_dict())
+                few = {name: model_nats(model, *(v[:64] for v in drawn), tokenizer.pad_id)
+                       for name, drawn in sets.items()}
+                append_metrics(folder, step=step + 1, valid=few)
+                common.log("  held out: " + "  ".join(f"{k} {v:.4f}" for k, v in few.items()))
+            if stop:
+                common.log(f"stopped at step {step + 1} of {cfg.steps} and saved; continue with "
+                           "--resume")
+                return {"step": step + 1}
 
     result = {"train_bytes": corpus.n_bytes, "seconds": time.time() - began,
               "parameters": sum(p.numel() for p in model.parameters()),
@@ -182,10 +190,7 @@ def main(cfg):
 
 def save_backbone(path, model):
     """The weights in float32, readable by `load_backbone`."""
-    from safetensors.torch import save_file
-    state = {k: v.detach().float().contiguous() for k, v in model.state_dict().items()}
-    with common.atomic_path(path) as temporary:
-        save_file(state, temporary)
+    save_tensors(path, {k: v.detach().float() for k, v in model.state_dict().items()})
 
 
 if __name__ == "__main__":

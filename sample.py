@@ -172,8 +172,6 @@ def holed(prompt, template, length, tokenizer):
 
 def sample(model, adapter, tokenizer, prompt="", template="", length=128, samples=1, **settings):
     """A list of texts (str); settings: those of `unmask`. Bytes that are no UTF-8 read U+FFFD."""
-    if samples < 1:
-        raise common.UserError(f"--samples: got {samples}, need at least 1")
     ids = holed(prompt, template, length, tokenizer).to(model.word_embeddings.weight.device)
     ids = unmask(model, adapter, ids.expand(samples, -1), tokenizer, **settings)
     return [tokenizer.decode(row) for row in ids.tolist()]

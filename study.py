@@ -115,7 +115,7 @@ def sliced_backbone(model):
     of the forward Delta is taken for the backward one. Its head has SiLU where the weights were
     trained with gelu.
     """
-    config = dataclasses.replace(model.config, headdim=2 * model.config.headdim)
+    config = dataclasses.replace(model.config, headdim=2 * model.config.headdim, weights="")
     state = {}
     for name, tensor in model.state_dict().items():
         per_head = name.endswith(("A_log", "mixer.D", "dt_bias", "fc_D.weight"))
@@ -338,6 +338,9 @@ def main(cfg):
         if group not in GROUPS or not cfg.train or not cfg.test:
             raise common.UserError(f"--run {group}: need one of {', '.join(GROUPS)}, with --train "
                                    "and --test")
+    if "valid" in named_sources(cfg.test) or cfg.seeds > len(common.SEEDS):
+        raise common.UserError(f"--seeds {cfg.seeds}: need at most {len(common.SEEDS)}; and no "
+                               "--test called valid, which is the held-out part of --train")
     if cfg.run:
         tokenizer, began, results = make_tokenizer("bytes"), time.time(), read_results()
         corpora = {"valid": load_corpus(cfg.train, tokenizer, "valid")} | {

@@ -9,7 +9,9 @@ Symbols:  ids   token ids, (n,) uint16; which of them are special, by tokenizer:
 A text is documents: in .txt a blank line ends one (a single newline is a paragraph break), in
 .jsonl each line is one, in its field "text"; .gz and .zst are read through. Counted: bytes that are
 not UTF-8, each becoming U+FFFD; cuts, at a space or line break, in .txt documents above 2^20
-characters. Not noticed: a .zst file cut short, which reads as if it ended there.
+characters. Refused: NUL in .txt, which binary files and UTF-16 have. Not noticed: a .zst file cut
+short, which reads as if it ended there, and a folder in a folder that may not be read. Memory does
+not grow with a .txt file; a line of .jsonl is held whole, in ten times its size.
 
 Differs from the paper: it has no bytes; they are for the small backbone, which needs no vocabulary.
 """
@@ -60,7 +62,8 @@ class ByteTokenizer:
 class WordPiece:
     """bert-base-uncased's tokenizer over a vocab.txt: lower case, accents stripped.
 
-    The model knows no special tokens, so a text that says "[MASK]" is never masked by it.
+    The model knows no special tokens, so a text that says "[MASK]" is never masked by it. A word
+    of more than 100 characters is one [UNK], as in the original.
     """
     def __init__(self, vocab_path, name=None):
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -129,12 +132,13 @@ def find_files(paths):
     """The files of `paths` in the given order, directories walked in sorted order."""
     files = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        inside = sorted(Path(path).rglob("*")) if Path(path).is_dir() else [Path(path)]
+        inside = sorted(Path(path).rglob("*")) if path and Path(path).is_dir() else [Path(path)]
         found = [p for p in inside if str(p) == "embedded" or p.is_file() and TEXT.search(p.name)]
         if not found:
             what = "holds no text" if Path(path).exists() else "does not exist"
-            raise UserError(f"{path} {what}: give a .txt or .jsonl file (.gz, .zst allowed), a "
-                            "directory of them, or a shard folder with its manifest.json")
+            raise UserError(f"{path or 'an empty path'} {what}: give a .txt or .jsonl file (.gz, "
+                            ".zst allowed), a directory of them, or a shard folder with its "
+                            "manifest.json")
         files += found
     for path in files:
         if str(path) != "embedded" and path.stat().st_size == 0:
@@ -191,6 +195,8 @@ def clean(text, counts):
 def _split_blank(path, file, counts):
     rest = ""
     while chunk := file.read(1 << 20):
+        if "\0" in chunk:
+            raise UserError(f"{path} holds NUL, so it is no UTF-8 text: convert or leave it out")
         *documents, rest = re.split(r"\n[ \t]*\n", rest + clean(chunk, counts))
         if len(rest) > LONGEST:
             at = max(rest.rfind("\n"), rest.rfind(" ")) + 1 or len(rest)

@@ -23,12 +23,14 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import common
 from cart import cart_loss, cart_weights, corrupt, elbo_weights, masked_cross_entropy
-from checkpoint import append_metrics, load_state, open_run, read_metrics, save_adapter, save_state
+from checkpoint import (append_metrics, load_state, open_run, read_metrics, save_adapter,
+                        save_state, started_by, stop_signals)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   noise_generator)
 from evaluate import format_table, make_draws, reference_rows, score_adapter
@@ -204,6 +206,8 @@ def check(cfg, world):
         need("global_batch", cfg.global_batch, f"at least one sequence for each of {world} ranks")
     if not 0 <= cfg.t_hole[0] <= cfg.t_hole[1] < 1:
         need("t_hole", cfg.t_hole, "two times, 0 <= a <= b < 1")
+    if not all(0 <= beta < 1 for beta in cfg.betas):
+        need("betas", cfg.betas, "two numbers, 0 <= beta < 1")
     if cfg.max_steps > cfg.steps:
         need("max_steps", cfg.max_steps, f"at most --steps, {cfg.steps}")
     common.pick_device(cfg.device)
@@ -267,7 +271,12 @@ def main(cfg, backbone=None):
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+        # torchrun keeps one store for all attempts: without a prefix a restarted rank may read the
+        # addresses that dead ones left there (torch 2.13).
+        store, _, _ = next(rendezvous("env://", rank, world))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if cfg.device == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=world)
     try:
         return run(cfg, torch.device(device), rank, world, backbone)
     finally:
@@ -299,24 +308,31 @@ def run(cfg, device, rank, world, backbone=None):
                f"windows of {cfg.seqlen}")
 
     folder = common.ROOT / "runs" / cfg.name  # all that can be refused has been: make it now
-    refusal = [None]
+    parent = os.getppid()  # torchrun; --max-restarts gives the same command again, to be resumed
+    resume = cfg.resume or (int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+                            and started_by(folder) == parent)
+    refusal, has_state = None, False
     if rank == 0:
         try:
-            open_run(folder, cfg, env, cfg.resume, cfg.overwrite, FREE)
+            open_run(folder, cfg, {**env, "parent": parent}, resume, cfg.overwrite, FREE)
+            has_state = resume and (folder / "last.pt").is_file()
         except common.UserError as error:
-            refusal = [str(error)]
+            refusal = str(error)
     if world > 1:  # or the other ranks would wait for a rank that has left
-        dist.broadcast_object_list(refusal)
-    if refusal[0]:
-        raise common.UserError(refusal[0])
+        verdict = [refusal, has_state]
+        dist.broadcast_object_list(verdict)
+        refusal, has_state = verdict
+    if refusal:
+        raise common.UserError(refusal)
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=cfg.lr, betas=cfg.betas,
                                   weight_decay=cfg.weight_decay, fused=True)
     start, rows, spread_at_start = 0, [], modulation_spread(adapter)
-    if cfg.resume:
+    if has_state:
         state = load_state(folder / "last.pt", device)
         adapter.load_state_dict(state["adapter"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
+    if resume:
         rows = read_metrics(folder, up_to_step=start) if rank == 0 else []
         common.log(f"resumed at step {start}")
     references = reference_rows(backbone, draws, train.ids, tokenizer)
@@ -342,7 +358,8 @@ def run(cfg, device, rank, world, backbone=None):
     def evaluate_now(step):
         scores = score_adapter(backbone, adapter, draws, cfg.modulate, cfg.seed)
         spread = modulation_spread(adapter)
-        record(step=step, eval=scores, spread=spread)
+        if not (rows and rows[-1]["step"] == step and "eval" in rows[-1]):  # from before a kill
+            record(step=step, eval=scores, spread=spread)
         common.log(f"step {step}: held-out CART {scores['cart']:.4f}, ELBO {scores['elbo']:.4f}; "
                    f"gap to a shuffled t {scores['gap']:+.4f} +- {scores['gap_error']:.4f}; "
                    f"spread of the modulation over t {spread.get('mean', 0.0):.4f}")
@@ -371,9 +388,9 @@ def run(cfg, device, rank, world, backbone=None):
             save_state(folder / "last.pt", step=step, adapter=adapter.state_dict(),
                        optimizer=optimizer.state_dict())
 
-    with stop_signals() as caught:
+    with stop_signals() as caught:  # ranks that outlive torchrun leave too, before the next run
         done = train_steps(cfg, module, optimizer, loader, tokenizer, start,
-                           lambda: bool(caught), after_step)
+                           lambda: bool(caught) or world > 1 and os.getppid() != parent, after_step)
     bar.close()
     if done < (cfg.max_steps or cfg.steps):  # agreed by all ranks; a late signal may not be
         common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
@@ -400,26 +417,13 @@ def run(cfg, device, rank, world, backbone=None):
                          torch.float16, step=done, vocab=tokenizer.fingerprint)
             draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, rows_after,
                      cfg.kernel)
-    frozen, path = references["frozen"], os.path.relpath(folder, common.ROOT)
+    frozen, path = references["frozen"], os.path.relpath(folder)
     with_flags = "" if cfg.weights == "small" else f" --weights {cfg.weights} --vocab {cfg.vocab}"
     common.log(f"\n{cfg.kernel}: CART {frozen['cart']:.3f} -> {scores['cart']:.3f}, ELBO "
                f"{frozen['elbo']:.3f} -> {scores['elbo']:.3f} nats/token; knowing t is worth "
                f"{scores['gap']:.4f}; see {path}/loss.png; "
                f"next: python evaluate.py --adapter {path}{with_flags}")
     return result
-
-
-@contextlib.contextmanager
-def stop_signals():
-    """Yield a list that SIGTERM and Ctrl-C are added to, in place of ending the process."""
-    caught, before = [], {}
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, lambda number, frame: caught.append(number))
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def ignore_signals(worker_id):

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import tiny
@@ -160,24 +161,45 @@ def test_a_missing_or_damaged_state_is_one_line(tmp_path):
         assert "\n" not in str(error.value) and "--overwrite" in str(error.value)
 
 
-@pytest.mark.parametrize("call", ["replace", "fsync"])
-def test_a_crash_before_the_rename_leaves_the_old_file(tmp_path, monkeypatch, call):
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("event", ["write", "fsync", "replace", "fsync of the folder"])
+def test_a_fault_before_or_after_any_step_of_a_save_leaves_a_whole_file(tmp_path, monkeypatch,
+                                                                        event, when):
     adapter = make_adapter("dct", tiny.CONFIG, mlp_dim=16)
-    files = {"last.pt": lambda path, n: save_state(path, step=n),
-             "adapter.safetensors": lambda path, n: save_adapter(path, adapter, step=n),
-             "result.json": lambda path, n: common.write_json(path, {"n": n})}
-    for name, write in files.items():
+    files = {  # how each is written, and the number that was written
+        "last.pt": (lambda path, n: save_state(path, step=n),
+                    lambda path: load_state(path)["step"]),
+        "adapter.safetensors": (lambda path, n: save_adapter(path, adapter, step=n),
+                                lambda path: load_adapter(path, tiny.CONFIG)[1]["step"]),
+        "result.json": (lambda path, n: common.write_json(path, {"n": n}),
+                        lambda path: json.loads(path.read_text())["n"])}
+    for name, (write, _) in files.items():
         write(tmp_path / name, 1)
-    before = {name: (tmp_path / name).read_bytes() for name in files}
+    calls = []
 
-    def crash(*args):
-        raise OSError("no space left")
+    def faulty(whole, label):
+        def call(*args, **settings):
+            calls.append(label)
+            name = "fsync of the folder" if calls[-2:] == ["replace", "fsync"] else label
+            if name == event and when == "before":
+                raise OSError("no space left")
+            result = whole(*args, **settings)
+            if name == event:
+                raise OSError("no space left")
+            return result
+        return call
 
-    monkeypatch.setattr(os, call, crash)
-    for name, write in files.items():
+    for owner, name, label in ((os, "fsync", "fsync"), (os, "replace", "replace"),
+                               (Path, "write_bytes", "write"), (Path, "write_text", "write")):
+        monkeypatch.setattr(owner, name, faulty(getattr(owner, name), label))
+    for name, (write, _) in files.items():
         with pytest.raises(OSError, match="no space"):
             write(tmp_path / name, 2)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before  # no temporary file left
+    monkeypatch.undo()
+    assert {path.name for path in tmp_path.iterdir()} == files.keys()  # and no temporary file
+    renamed = event == "fsync of the folder" or (event, when) == ("replace", "after")
+    for name, (_, read) in files.items():
+        assert read(tmp_path / name) == (2 if renamed else 1)
 
 
 # -------------------------------------------------------------------------------- metrics, folder
@@ -218,6 +240,38 @@ def test_a_run_folder_is_made_refused_resumed_or_replaced(tmp_path):
     open_run(folder, dataclasses.replace(cfg, lr=0.3), env, overwrite=True)
     assert [p.name for p in folder.iterdir()] == ["config.json"]
     assert json.loads((folder / "config.json").read_text())["config"]["lr"] == 0.3
+
+
+def test_a_kill_while_a_run_is_made_or_replaced_leaves_one_that_can_be(tmp_path, monkeypatch):
+    folder, cfg = tmp_path / "run", Settings()
+    folder.mkdir()
+    (folder / ".config.json.77.tmp").write_text("{")  # killed at its very first file
+    open_run(folder, cfg, {})
+    for name in ("a", "b", "last.pt", ".last.pt.77.tmp"):
+        (folder / name).write_text(name)
+    open_run(folder, cfg, {}, resume=True)
+    assert sorted(p.name for p in folder.iterdir()) == ["a", "b", "config.json", "last.pt"]
+    unlink, killed = Path.unlink, []
+
+    def die(path, *args, **settings):
+        unlink(path, *args, **settings)
+        killed.append(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", die)
+    with pytest.raises(KeyboardInterrupt):  # the first file is gone, the others are not
+        open_run(folder, cfg, {}, overwrite=True)
+    monkeypatch.undo()
+    assert len(killed) == 1
+    open_run(folder, cfg, {}, overwrite=True)
+    assert [p.name for p in folder.iterdir()] == ["config.json"]
+
+
+def test_a_file_in_the_place_of_a_run_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    for overwrite in (False, True):
+        with pytest.raises(common.UserError, match="another --name"):
+            open_run(tmp_path / "run", Settings(), {}, overwrite=overwrite)
 
 
 def test_an_empty_folder_is_used_and_a_strange_one_left_alone(tmp_path):

@@ -154,7 +154,8 @@ def test_a_worker_gets_paths_and_not_the_shards(shards):
 @pytest.mark.parametrize("fault, said", [
     (lambda f: (f / "shard_00001.bin").unlink(), r"shard_00001.bin has no bytes.*2000"),
     (lambda f: os.truncate(f / "shard_00001.bin", 1998), r"shard_00001.bin has 1998 bytes.*2000"),
-    (lambda f: (f / "shard_00001.bin").write_bytes(b"\x04\x01" * 1000), "id 260.*ends at 259"),
+    (lambda f: (f / "shard_00001.bin").write_bytes(b"\x04\x01" * 1000), "ids up to 260.*most 259"),
+    (lambda f: (f / "shard_00001.bin").write_bytes(b"a\0" * 1000), r"shard_00001.bin has CRC-32"),
     (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is damaged"),
     (lambda f: (f / "manifest.json").write_text('{"splits": {}}'), "manifest.json is damaged"),
     (lambda f: (f / "manifest.json").unlink(), "shards holds no text")])

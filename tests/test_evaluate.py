@@ -445,4 +445,4 @@ def test_the_command_scores_adapters_and_writes_the_result(work, denoiser):
     assert re.search(r"held: 4 of \d+ windows of 24 per seed", run.out)     # the cap is stated
     assert (work / "runs/evaluate/table1_scores.png").stat().st_size > 10_000
     assert wrong.status == 2 and wrong.err.count("\n") == 1 and "nowhere" in wrong.err
-    assert none.status == 2 and "--windows 0" in none.err
+    assert none.status == 2 and "--windows: got 0" in none.err

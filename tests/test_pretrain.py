@@ -1,7 +1,9 @@
 """Pretraining: the trigram by counting in dictionaries, fixed masks, a run that learns."""
 import json
 import math
+import os
 import random
+import signal
 from collections import Counter
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from tiny import command
 
 import checkpoint
+import common
 import pretrain
 from data import Windows, load_corpus
 from hydra_ssm import HydraBert, load_backbone
@@ -129,10 +132,10 @@ def test_a_stopped_run_resumes_bit_equal(work, whole, monkeypatch):
 
     def save_and_die(path, **state):
         save(path, **state)
-        raise KeyboardInterrupt
+        raise RuntimeError("killed")
 
     monkeypatch.setattr(checkpoint, "save_state", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="killed"):
         start(work, "stopped")
     monkeypatch.undo()
     assert torch.load(work / "runs/stopped/last.pt", weights_only=True)["step"] == 10
@@ -143,6 +146,50 @@ def test_a_stopped_run_resumes_bit_equal(work, whole, monkeypatch):
     one, two = (json.loads((work / "runs" / name / "result.json").read_text())["held_out"]
                 for name in ("whole", "stopped"))
     assert one == two
+
+
+def test_sigterm_saves_the_step_and_the_run_ends_bit_equal(work, whole, monkeypatch):
+    rate, asked = common.learning_rate, []
+
+    def rate_and_signal(step, *args):
+        if step == 6 and not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+        return rate(step, *args)
+
+    monkeypatch.setattr(common, "learning_rate", rate_and_signal)
+    run = start(work, "asked")
+    assert run.status == 0 and "stopped at step 7 of 20 and saved" in run.out.splitlines()[-1]
+    assert checkpoint.load_state(work / "runs/asked/last.pt")["step"] == 7
+    assert start(work, "asked", "--resume").status == 0
+    states = [checkpoint.load_state(work / "runs" / name / "last.pt")["model"]
+              for name in ("whole", "asked")]
+    assert all(torch.equal(v, states[1][k]) for k, v in states[0].items())
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_resumed_at_its_beginning(work, whole):
+    assert start(work, "early", "--steps", 10).status == 0
+    (work / "runs/early/last.pt").unlink()
+    assert start(work, "early", "--steps", 10, "--resume").status == 0
+    assert checkpoint.load_state(work / "runs/early/last.pt")["step"] == 10
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_overwrites_nothing(work, whole):
+    assert start(work, "explodes").status == 0
+    path = work / "runs/explodes/last.pt"
+    state = checkpoint.load_state(path)
+    state["model"]["decoder_bias"][0], state["step"] = math.nan, 15
+    checkpoint.save_state(path, **state)
+    before = path.read_bytes()
+    run = start(work, "explodes", "--resume")
+    assert run.status == 2 and run.err.count("\n") == 1 and "step 16" in run.err
+    assert path.read_bytes() == before
+
+
+def test_batches_of_one_byte_of_which_most_mask_nothing_stay_finite(work):
+    run = start(work, "bytes", "--seqlen", 1, "--batch", 1, "--eval-windows", 300)
+    assert run.status == 0, run.err
+    held = json.loads((work / "runs/bytes/result.json").read_text())["held_out"]["held-out"]
+    assert held["model"] < 10 and held["masked"] > 50
 
 
 def test_matrices_decay_and_norms_biases_and_a_log_do_not(work, whole):

@@ -221,7 +221,8 @@ def test_nothing_to_fill_returns_the_text_and_runs_no_model():
     model = Recorder()
     assert torch.equal(unmask(model, None, ids, TOKENIZER), ids) and not model.calls
     nothing = torch.full((1, 5), PAD)  # not even a maskable token
-    assert torch.equal(unmask(model, make_adapter("none", None), nothing, TOKENIZER), nothing)
+    frozen = make_adapter("none", tiny.CONFIG)
+    assert torch.equal(unmask(model, frozen, nothing, TOKENIZER), nothing)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])

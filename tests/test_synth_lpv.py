@@ -303,6 +303,7 @@ def test_publish_writes_result_and_figure_from_the_same_numbers():
 def test_a_setting_that_cannot_be_run_is_refused(wrong):
     flag = next(iter(wrong)).replace("_", "-")
     with pytest.raises(common.UserError, match=f"^--{flag}: got .*, need "):
+        common.check_settings(Config(**wrong), Config())  # by the command line, before main
         synth_lpv.main(Config(**wrong))
 
 

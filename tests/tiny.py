@@ -28,31 +28,35 @@ import common  # noqa: E402
 import evaluate  # noqa: E402
 import pretrain  # noqa: E402
 import train  # noqa: E402
-from data import DiffusionDataset, Windows, load_corpus  # noqa: E402
-from hydra_ssm import HydraBert, HydraConfig, load_backbone  # noqa: E402
-from mark_adapters import make_adapter  # noqa: E402
+from data import DiffusionDataset, Windows, load_corpus, write_shards  # noqa: E402
+from hydra_ssm import MODES, HydraBert, HydraConfig, load_backbone  # noqa: E402
+from mark_adapters import KERNELS, make_adapter  # noqa: E402
 from text import ByteTokenizer  # noqa: E402
 
 CONFIG = HydraConfig(260, d_model=32, n_layer=2, d_state=4, headdim=16, chunk_size=32)
 
 
 def write_inputs(folder):
-    """FOLDER/backbone.safetensors and FOLDER/text.txt, the same at every call."""
+    """A backbone, a text, its uneven shards and a text of one window; the same at every call."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     pretrain.save_backbone(folder / "backbone.safetensors", HydraBert(CONFIG))
     torch.set_rng_state(state)
     draw = random.Random(0)
     words = ["".join(draw.choices("aeinorst", k=draw.randint(2, 7))) for _ in range(50)]
-    documents = (" ".join(draw.choices(words, k=30)) + "." for _ in range(80))
+    documents = [" ".join(draw.choices(words, k=30)) + "." for _ in range(80)]
     (folder / "text.txt").write_text("\n\n".join(documents))
+    (folder / "short.txt").write_text("of one window")
+    write_shards(documents, folder / "shards", ByteTokenizer(), splits={"train": 1.0},
+                 shard_tokens=1000, overwrite=True)
 
 
 def arguments(folder, **settings):
     """Flags of a 6-step run on the inputs in `folder`; settings override them."""
-    settings = {"weights": folder / "backbone.safetensors", "data": folder / "text.txt",
+    settings = {"weights": folder / "backbone.safetensors", "data": "text.txt",
                 "device": "cpu", "seqlen": 24, "global_batch": 4, "steps": 6, "warmup": 2,
                 "mlp_dim": 16, "eval_windows": 6, **settings}
+    settings["data"] = folder / settings["data"]
     return [part for name, value in settings.items() if value is not False
             for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))]
 
@@ -128,6 +132,13 @@ SPLITS = {  # name: (dtype, masked tokens of each sequence or None for the text,
     "one and ninety, float32": (torch.float32, (1, 0, 60, 30), {"max_steps": 1}),
     "one rank has nothing": (torch.float64, (40, 3, 0, 0), {}),
     "nothing": (torch.float64, (0, 0, 0, 0), {}),
+    "one window for all": (torch.float64, None, {"data": "short.txt"}),
+    "uneven shards": (torch.float64, None, {"data": "shards", "global_batch": 5}),
+    **{f"{mode}, checkpointing": (torch.float64, None, {
+        "modulate": mode, "checkpointing": True, "global_batch": 5, "max_steps": 2})
+       for mode in MODES[:-1]},
+    **{kernel: (torch.float64, None, {"kernel": kernel, "global_batch": 5, "max_steps": 2})
+       for kernel in KERNELS if kernel not in ("chebyshev", "none")},
 }
 
 
@@ -152,7 +163,8 @@ def run_split(folder, name, micro_batch, rank=0, world=1, stop_asked=lambda: Fal
     dtype, counts, settings = SPLITS[name]
     cfg = config(folder, micro_batch=micro_batch, **{"max_steps": 4, **settings})
     tokenizer = ByteTokenizer()
-    denoiser = make_denoiser(folder, dtype, modulate=cfg.modulate)
+    denoiser = make_denoiser(folder, dtype, cfg.kernel, cfg.modulate)
+    denoiser.backbone.checkpointing = cfg.checkpointing
     dataset = Handmade(counts) if counts else DiffusionDataset(
         Windows(load_corpus(cfg.data, tokenizer), cfg.seqlen, tokenizer.pad_id), tokenizer,
         cfg.global_batch, cfg.steps, cfg.seed)

@@ -1,0 +1,437 @@
+"""What a user can get wrong ends in one line and status 2; a bug of ours keeps its traceback."""
+import dataclasses
+import errno
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from helpers import ROOT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import command
+
+import checkpoint
+import common
+import data
+import pretrain
+from hydra_ssm import HydraBert, fingerprint, load_backbone
+from mark_adapters import make_adapter
+from text import ByteTokenizer, WordPiece, read_documents
+
+SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py") if "\n    " + "run_cli(" in p.read_text()
+                 or "common.run_cli(" in p.read_text())
+KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def refused(run, *words):
+    """One line on stderr that carries the words, nothing on stdout, status 2."""
+    assert run.status == 2 and "Traceback" not in run.err
+    assert run.err.count("\n") == 1 and run.err.startswith("error: "), run.err
+    for word in words:
+        assert word in run.err, (word, run.err)
+
+
+# --------------------------------------------------------------------------------------- settings
+
+def numbers(config_class):
+    """The fields that hold numbers, of which there may be several."""
+    for field in dataclasses.fields(config_class):
+        usual = field.default if isinstance(field.default, tuple) else (field.default,)
+        if all(type(v) in (int, float) for v in usual) and usual:
+            yield field.name, field.default, usual[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_number_of_any_script_may_be_negative_or_endless_and_no_size_zero(script):
+    config_class = importlib.import_module(script).Config
+    usual = config_class()
+    common.check_settings(usual, usual)
+    for name, default, one in numbers(config_class):
+        wrong = [-1, 10**13, *([math.nan, math.inf, -0.5] if isinstance(one, float) else [])]
+        may_be_zero = one == 0 or isinstance(one, float) or name in (
+            "seed", "warmup", "layer", "iterations")
+        for value in wrong if may_be_zero else [*wrong, 0]:
+            value = (value,) if isinstance(default, tuple) else value
+            with pytest.raises(common.UserError, match=f"^--{name.replace('_', '-')}: got "):
+                common.check_settings(dataclasses.replace(usual, **{name: value}), usual)
+        if may_be_zero and not isinstance(default, tuple):
+            common.check_settings(dataclasses.replace(usual, **{name: type(one)(0)}), usual)
+    for field in dataclasses.fields(config_class):
+        if isinstance(field.default, tuple) and field.default:
+            with pytest.raises(common.UserError, match="got nothing"):
+                common.check_settings(dataclasses.replace(usual, **{field.name: ()}), usual)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_refuses_in_one_line_before_it_begins(script):
+    config_class = importlib.import_module(script).Config
+    name, default, one = next(numbers(config_class))
+    flag = f"--{name.replace('_', '-')}"
+    run = command(f"{script}.py", flag, "-1")
+    refused(run, flag, "-1", "need a number from")
+    assert run.out == ""
+    for argv in (("--nope", "1"), (flag, "many")):  # tyro's own words, which name the type
+        run = command(f"{script}.py", *argv)
+        assert run.status == 2 and argv[0] in run.err and "Traceback" not in run.err
+
+
+def test_a_preset_may_switch_off_what_the_default_has_and_its_user_too(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        preset: str = "small"
+        workers: int = 0
+        data: tuple[str, ...] = ("a",)
+
+    presets = {"small": {}, "large": {"workers": 8, "data": ()}}
+    for argv, workers in ((("--preset", "large", "--workers", "0"), 0), (("--preset", "large"), 8)):
+        seen = []
+        monkeypatch.setattr(sys, "argv", ["script.py", *argv])
+        common.run_cli(Config, seen.append, presets)
+        assert (seen[0].workers, seen[0].data) == (workers, ())
+
+
+@pytest.mark.parametrize("script, argv, words", [
+    ("data.py", ("--t", "1.5"), ("--t", "1.5")),
+    ("data.py", ("--mixture", "best", "--out", "x"), ("best", "paper")),
+    ("data.py", ("--mixture", "paper"), ("--out",)),
+    ("data.py", ("--text", ""), ("an empty path",)),
+    ("data.py", ("--tokenizer", "nowhere"), ("nowhere", "vocab.txt")),
+    ("hydra_ssm.py", ("--layer", "8"), ("--layer", "0 to 7")),
+    ("hydra_ssm.py", ("--text", ""), ("--text",)),
+    ("mark_adapters.py", ("--layer", "23"), ("--layer", "0 to 22")),
+    ("evaluate.py", ("--device", "tpu"), ("--device", "auto, cpu, cuda")),
+    ("evaluate.py", ("--adapter", "nowhere"), ("nowhere",)),
+    ("evaluate.py", ("--data", "a=x.txt", "a=y.txt"), ("called a", "NAME=PATH")),
+    ("sample.py", ("--order", "best"), ("best", "margin")),
+    ("sample.py", ("--top-p", "0"), ("top_p",)),
+    ("sample.py", ("--prompt", "a", "--template", "[MASK]"), ("--prompt", "--template", "both")),
+    ("sample.py", ("--template", "no hole"), ("[MASK:12]",)),
+    ("sample.py", ("--prompt", "abcdef", "--length", "3"), ("--length", "at least 6")),
+    ("sample.py", ("--publish",), ("--judge",)),
+    ("certify.py", ("--weights", "nowhere"), ("nowhere", "small")),
+    ("synth_lpv.py", ("--kernel", "fourier"), ("--kernel", "dct")),
+    ("synth_lpv.py", ("--seeds", "16"), ("--seeds", "1 to 15")),
+    ("synth_lpv.py", ("--hold-out", "1"), ("--hold-out", "[0, 1)")),
+    ("train.py", ("--betas", "0.9", "1"), ("--betas", "0.9, 1.0")),
+    ("study.py", ("--run", "all"), ("all", "rates")),
+    ("study.py", ("--run", "rates"), ("--train", "--test")),
+    ("study.py", ("--seeds", "16"), ("--seeds", "at most 15")),
+    ("study.py", ("--test", "valid=x.txt"), ("valid",))])
+def test_a_wrong_choice_or_pair_is_one_line_with_what_is_allowed(work, script, argv, words):
+    refused(command(script, *argv), *words)
+
+
+@pytest.mark.parametrize("error, status, words", [
+    (MemoryError("Unable to allocate 745. GiB"), 2, "745. GiB"), (KeyboardInterrupt(), 130, ""),
+    (PermissionError(errno.EACCES, "Permission denied", "runs"), 2, "'runs': make room, or give a"),
+    (OSError(errno.EROFS, "Read-only file system", "runs"), 2, "MARK_ROOT=DIR"),
+    (OSError(errno.ENOSPC, "No space left on device"), 2, "make room")])
+def test_what_the_machine_refuses_is_one_line_too(monkeypatch, capsys, error, status, words):
+    def main(cfg):
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(SystemExit) as stop:
+        common.run_cli(data.Config, main)
+    said = capsys.readouterr().err
+    assert stop.value.code == status and said.count("\n") == 1 and words in said
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no such file"), KeyError("k"),
+                                   RuntimeError("shape"), AssertionError("invariant")])
+def test_a_bug_keeps_its_traceback(monkeypatch, error):
+    def main(cfg):
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(type(error)):
+        common.run_cli(data.Config, main)
+
+
+def test_a_quick_run_leaves_the_whole_ones_files_alone(work):
+    small = ("--kernel", "chebyshev", "--sizes", 3, "--seeds", 1, "--iterations", 1)
+    for flags in ((), ("--quick",)):
+        run = command("synth_lpv.py", *small, *flags)
+        assert run.status == 0, run.err
+    stems = {path.stem for path in (work / "runs/synth_lpv").iterdir()}
+    assert stems == {"recovery", "recovery_quick"}
+
+
+# ------------------------------------------------------------------------------------------- text
+
+@pytest.mark.parametrize("content, documents", [
+    (b"a", ["a"]), (b"\xef\xbb\xbf", []), (b"\n \t\n\r\n", []), (b"\xef\xbb\xbfa\r\n\r\nb\r\n",
+                                                                  ["a", "b"]),
+    (b"\xff\xfe\xfd", ["\ufffd\ufffd\ufffd"]), ("🙂 日本 \u202e".encode(), ["🙂 日本 \u202e"]),
+    (b"a\r\rb\r", ["a", "b"]), (b"a\x1b[2Jb\x07", ["a\x1b[2Jb\x07"])])
+def test_odd_texts_are_read_as_they_are(tmp_path, content, documents):
+    (tmp_path / "a.txt").write_bytes(content)
+    assert list(read_documents(tmp_path / "a.txt")) == documents
+
+
+@pytest.mark.parametrize("content", [b"hello\0world", "hello".encode("utf-16"), bytes(99),
+                                     b"x" * (3 << 20) + b"\0"])
+def test_binary_files_and_utf16_are_no_text(tmp_path, content):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(common.UserError, match="a.txt holds NUL.*convert"):
+        list(read_documents(tmp_path / "a.txt"))
+
+
+def test_one_byte_is_enough_to_score_and_to_draw(work):
+    (work / "one.txt").write_text("x")
+    for script, argv in (("data.py", ("--text", work / "one.txt")),
+                         ("evaluate.py", ("--data", work / "one.txt", "--train", work / "text.txt",
+                                          "--windows", 2, "--seqlen", 8, "--seeds", 1))):
+        run = command(script, *argv)
+        assert run.status == 0, run.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.txt").chmod(0)
+    refused(command("data.py", "--text", tmp_path / "a.txt"), "a.txt", "Permission denied")
+
+
+def vocabulary(path):
+    path.write_text("\n".join([*SPECIALS, "a", "b", "##a", "word"]) + "\n")
+    return path
+
+
+def test_a_word_of_more_than_a_hundred_characters_is_one_unk(tmp_path):
+    tokenizer = WordPiece(vocabulary(tmp_path / "vocab.txt"))
+    assert tokenizer.encode("a" * 100).tolist() == [5] + [7] * 99
+    assert tokenizer.encode(f"b {'a' * 101} b").tolist() == [6, 1, 6]
+    assert tokenizer.encode("🙂 日本 a").tolist() == [1, 1, 1, 5]  # CJK letters stand alone
+
+
+def test_thousands_of_tiny_documents_arrive_each_with_its_sep(tmp_path):
+    (tmp_path / "a.txt").write_text("\n\n".join("ab"[i % 2] for i in range(20_000)))
+    for tokenizer, a in ((ByteTokenizer(), 97), (WordPiece(vocabulary(tmp_path / "v")), 5)):
+        corpus = data.load_corpus(tmp_path / "a.txt", tokenizer)
+        assert corpus.n_docs == corpus.n_bytes == 20_000
+        assert corpus.ids.tolist() == [a, tokenizer.sep_id, a + 1, tokenizer.sep_id] * 10_000
+
+
+MEASURE = """
+import resource, sys
+import data, text
+tokenizer = text.WordPiece(sys.argv[2]) if sys.argv[2] else text.ByteTokenizer()
+tokenizer.encode("a first word")
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = peak()
+corpus = data.load_corpus(sys.argv[1], tokenizer)
+print(len(corpus.ids), corpus.n_docs, peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit, size, wordpiece, bound", [
+    (b"x" * 4096, 100_000_000, False, 320), ("🙂".encode() * 1024, 100_000_000, False, 320),
+    (b"ab " * 1024, 8_000_000, True, 160), (b"x" * 4096, 8_000_000, True, 160),
+    (b"a\n\n", 3_000_000, True, 80)])
+def test_a_line_without_end_and_a_million_documents_take_bounded_memory(tmp_path, unit, size,
+                                                                       wordpiece, bound):
+    """MB beyond what imports take. The ids are 2 bytes a token, held once: 200 MB of 100 MB of
+    bytes; the rest is a block of 1 MB at a time, and its pieces as WordPiece."""
+    (tmp_path / "a.txt").write_bytes(unit * (size // len(unit)))
+    vocab = vocabulary(tmp_path / "vocab.txt") if wordpiece else ""
+    run = subprocess.run([sys.executable, "-c", MEASURE, tmp_path / "a.txt", vocab], cwd=ROOT,
+                         text=True, capture_output=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    ids, documents, megabytes = run.stdout.splitlines()[-1].split()
+    assert float(megabytes) < bound and int(documents) >= 1
+    if not wordpiece:
+        assert int(ids) == size // len(unit) * len(unit) + int(documents)
+
+
+# ----------------------------------------------------------------------------------------- shards
+
+@pytest.mark.parametrize("change", [
+    {}, {"splits": []}, {"splits": {"train": {}}}, {"splits": {"train": {"shards": [{}]}}},
+    {"splits": {"train": {"shards": [], "bytes": 1}}}, {"splits": 3}, "text", None, [1]])
+def test_a_manifest_that_is_no_manifest_is_refused(tmp_path, change):
+    manifest = {"tokenizer": "bytes", "fingerprint": ByteTokenizer.fingerprint}
+    manifest = manifest | change if isinstance(change, dict) else change
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(common.UserError, match="manifest.json is damaged|no document in"):
+        data.load_corpus(tmp_path, ByteTokenizer())
+
+
+def test_any_changed_byte_of_a_shard_is_noticed(tmp_path):
+    documents = [f"document {i}" for i in range(200)]
+    data.write_shards(documents, tmp_path / "s", ByteTokenizer(), shard_tokens=500)
+    whole = np.asarray(data.load_corpus(tmp_path / "s", ByteTokenizer()).ids)
+    assert len(whole) == sum(map(len, documents)) + 200
+    path = tmp_path / "s" / "shard_00000.bin"
+    good = path.read_bytes()
+    for place in (0, 501, len(good) - 2):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1:])
+        with pytest.raises(common.UserError, match="shard_00000.bin has CRC-32"):
+            data.load_corpus(tmp_path / "s", ByteTokenizer())
+    path.write_bytes(good)
+    assert np.array_equal(data.load_corpus(tmp_path / "s", ByteTokenizer()).ids, whole)
+    data.write_shards(["x" * (5 << 20)], tmp_path / "l", ByteTokenizer())  # of more than one block
+    assert data.load_corpus(tmp_path / "l", ByteTokenizer()).n_bytes == 5 << 20
+
+
+def test_shards_are_replaced_by_renames_and_no_moment_has_neither(tmp_path, monkeypatch):
+    out, rename = tmp_path / "s", os.rename
+    data.write_shards(["old words"], out, ByteTokenizer())
+
+    def crash(a, b):
+        if str(b) == str(out):
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        data.write_shards(["new words"], out, ByteTokenizer(), overwrite=True)
+    monkeypatch.undo()
+    kept, = tmp_path.glob(".s.*.replaced")
+    assert data.load_corpus(kept, ByteTokenizer()).n_bytes == len("old words")
+    data.write_shards(["newer words"], out, ByteTokenizer())
+    data.write_shards(["newest words"], out, ByteTokenizer(), overwrite=True)
+    assert data.load_corpus(out, ByteTokenizer()).n_bytes == len("newest words")
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_mixture_of_next_to_nothing_ends_though_its_source_does_not(tmp_path):
+    made = data.build_mixture(tmp_path / "m", ByteTokenizer(), 0, lambda name: (
+        {"text": "words"} for _ in iter(int, 1)), {"a/b": 1.0})
+    assert sum(part["documents"] for part in made["splits"].values()) == 1
+
+
+# --------------------------------------------------------------------------------------- adapters
+
+@pytest.fixture(scope="module")
+def backbone(work):
+    return load_backbone(work / "backbone.safetensors")
+
+
+@pytest.fixture(scope="module")
+def saved(work, backbone):
+    """A trained adapter, and its file's path."""
+    adapter = tiny.awake(make_adapter("dct", backbone.config, mlp_dim=16))
+    checkpoint.save_adapter(work / "dct.safetensors", adapter, step=3)
+    return adapter, work / "dct.safetensors"
+
+
+def rewritten(path, to, change=lambda state: state, **metadata):
+    """The adapter file with other metadata (None: without it) or tensors."""
+    with safe_open(path, "pt") as file:
+        before = file.metadata()
+    metadata = {k: v for k, v in {**before, **metadata}.items() if v is not None}
+    save_file(change(load_file(path)), to, metadata)
+    return to
+
+
+def refusal(path, config):
+    with pytest.raises(common.UserError) as error:
+        checkpoint.load_adapter(path, config)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_loaded_adapter_gives_the_logits_it_gave_when_saved(tmp_path, backbone, kernel):
+    adapter = tiny.awake(make_adapter(kernel, backbone.config, mlp_dim=16))
+    ids, t = torch.arange(3 * 20).view(3, 20) % 250, torch.tensor([0.001, 0.5, 1.0])
+    with torch.no_grad():
+        before = backbone(ids, adapter(t))
+        checkpoint.save_adapter(tmp_path / "a.safetensors", adapter)
+        loaded, _ = checkpoint.load_adapter(tmp_path / "a.safetensors", backbone.config)
+        assert torch.equal(backbone(ids, loaded(t)), before)
+    assert not torch.equal(before, backbone(ids))
+
+
+def test_the_file_says_what_it_is_and_for_which_backbone(saved, backbone):
+    with safe_open(saved[1], "pt") as file:
+        metadata = file.metadata()
+    settings = json.loads(metadata.pop("settings"))
+    assert metadata == {"format": checkpoint.FORMAT, "kernel": "dct", "step": "3",
+                        "backbone": fingerprint(backbone.state_dict())}
+    assert settings == {"mlp_dim": 16} and re.fullmatch(r"mark-adapter \d+", checkpoint.FORMAT)
+
+
+def test_the_shipped_adapters_name_the_shipped_backbone():
+    config = load_backbone("small").config
+    for path in sorted((ROOT / "assets").glob("adapter_*.safetensors")):
+        assert len(config.weights) == 64
+        assert checkpoint.load_adapter(path, config)[0].backbone == config.weights
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["backbone"] == config.weights
+
+
+def test_a_backbone_is_known_in_any_file_and_dtype_and_no_other_passes_for_it(work, saved, backbone,
+                                                                             tmp_path):
+    own = backbone.config.weights
+    for name, dtype in (("same.pt", torch.float32), ("half.pt", torch.bfloat16)):
+        torch.save({f"module.{k}": v.to(dtype) for k, v in backbone.state_dict().items()},
+                   tmp_path / name)
+    for path in (work / "backbone.safetensors", tmp_path / "same.pt", tmp_path / "half.pt"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            config = load_backbone(path, dtype).config
+            assert config.weights == own
+            checkpoint.load_adapter(saved[1], config)
+    torch.manual_seed(1)
+    pretrain.save_backbone(tmp_path / "other.safetensors", HydraBert(tiny.CONFIG))
+    other = load_backbone(tmp_path / "other.safetensors").config
+    assert dataclasses.replace(other, weights=own) == backbone.config  # of the same sizes
+    said = refusal(saved[1], other)
+    assert own[:12] in said and other.weights[:12] in said and "--weights" in said
+    run = command("evaluate.py", "--weights", tmp_path / "other.safetensors", "--adapter", saved[1])
+    refused(run, "another backbone", own[:12])
+    checkpoint.load_adapter(saved[1], tiny.CONFIG)  # weights made in memory have no fingerprint
+
+
+def test_one_changed_weight_changes_the_fingerprint(backbone):
+    state = {k: v.clone() for k, v in backbone.state_dict().items()}
+    for name, value in state.items():
+        changed = value.clone()
+        changed.view(-1)[-1] += 1
+        assert fingerprint(state | {name: changed}) != backbone.config.weights, name
+    swapped = {"layers.0.mixer.D": state["layers.1.mixer.D"],
+               "layers.1.mixer.D": state["layers.0.mixer.D"]}
+    assert not torch.equal(*swapped.values()) or fingerprint(state | swapped) == fingerprint(state)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"format": "mark-adapter 2"}, "mark-adapter 1"), ({"format": None}, "mark-adapter 1"),
+    ({"format": "pt"}, "train.py"), ({"kernel": None}, "kernel"), ({"backbone": None}, "backbone"),
+    ({"kernel": "fourier"}, "fourier"), ({"kernel": "hypernet"}, "another backbone"),
+    ({"settings": '{"colour": 1}'}, "colour"), ({"settings": "3"}, "not an adapter"),
+    ({"settings": '{"mlp_dim": 16, "n_freqs": 4}'}, "another backbone"),
+    ({"settings": '{"mlp_dim": -1}'}, "mlp_dim"), ({"step": "{"}, "not an adapter"),
+    ({"settings": '{"mlp_dim": 16, "n_shifts": 2}'}, "another backbone"),
+    ({"settings": '{"mlp_dim": 16, "n_shifts": 3}'}, "n_shifts")])
+def test_another_format_geometry_or_number_of_shifts_is_refused(tmp_path, saved, backbone, change,
+                                                               words):
+    path = rewritten(saved[1], tmp_path / "a.safetensors", **change)
+    assert words in refusal(path, backbone.config)
+
+
+def test_tensors_that_are_not_an_adapters_are_refused(tmp_path, saved, backbone):
+    path, changes = tmp_path / "a.safetensors", {
+        "NaN": lambda s: {k: v * math.nan for k, v in s.items()},
+        "extra.weight": lambda s: s | {"extra.weight": torch.ones(1)},
+        "another backbone": lambda s: dict(list(s.items())[:-1]),
+        " another backbone": lambda s: {k: v[..., :1].clone() for k, v in s.items()}}
+    for words, change in changes.items():
+        assert words in refusal(rewritten(saved[1], path, change), backbone.config)
+    save_file({"x": torch.ones(2)}, path, {"format": "pt"})  # as transformers writes
+    assert "train.py" in refusal(path, backbone.config)
+    assert "mark-adapter" in refusal(ROOT / "assets/hydra_small.safetensors", backbone.config)
+    whole = saved[1].read_bytes()
+    for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refusal(path, backbone.config)
