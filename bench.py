@@ -10,53 +10,30 @@ which is the launches of a Python loop over 23 layers. Here all layers' adapters
 evaluation, applied in one operation a layer; a sampler evaluates them once for all of its steps
 (`sample.unmask`), the rows "all t at once".
 
-What one layer moves forward at (b, l) = (8, 4096) in bfloat16, weights (15 MB) left out. A step
-reads what it needs and writes what it makes once; what is read again at once (B and C by each head,
-the rows around a row) comes from a cache. tests/test_bench.py counts it from shapes.
-
-    step                                      GB
-    in_proj                                 0.27
-    convolution and SiLU, one pass          0.23
-    D and dt                                0.13
-    scan: decays                            0.02
-    scan: states                            0.42
-    scan: y                                 0.43
-    norm and gate, one pass                 0.30
-    out_proj                                0.15
-    residual and LayerNorm, two passes      0.25
-    together                                2.22
-
-The reference Hydra moves 4.97 GB, 2.27 of them in flips, concatenations, rolls and repeats, none of
-which is left. Between this and 1.95 GB, all fused, are D's own pass over x, the second pass of
-the LayerNorm, and x read once for each direction's states.
-
 Symbols:  b batch, l length; ms, milliseconds
           overhead   median over passes of a variant's time over frozen's, less 1; the two are timed
                      one after the other, and ± is Student-t's 95 % over seeds
           operation  a dispatched ATen operation that is no view
 Differs from the paper: hidden states only, as no sampler projects all positions to the vocabulary;
-          so overheads here are the larger ones. On a CPU, memory is counted: the weights and the
-          most that live tensors hold. No GPU time has been measured yet.
+          so overheads here are the larger ones. Memory is that of the weights and of the most
+          that new tensors hold at once, counted on a CPU. No GPU time has been measured yet.
 """
 import dataclasses
 import functools
-import importlib.util
 import statistics
-import time
 import weakref
 
 import torch
-from scipy.stats import t as student_t
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
 from cart import cart_loss, cart_weights, masked_cross_entropy
-from chunk_scan import (bidirectional_scan, cast, check_kernels, chunked_scan, mamba_scan,
-                        random_inputs)
-from hydra_ssm import HydraBert, HydraConfig, Modulation, load_backbone
-from mark_adapters import KERNELS, adapter_size, make_adapter
+from evaluate import mean_error, show
+from gpu_check import check, make_model, milliseconds
+from hydra_ssm import HydraBert, HydraConfig, Modulation
+from mark_adapters import adapter_size, make_adapter
 from sample import at
 from train import PRESETS as RUNS
 
@@ -80,7 +57,7 @@ class Config:
     seeds: int = 5
     passes: int = 3                        # of each variant, for each seed
     device: str = "auto"                   # "auto", "cpu" or "cuda"
-    out: str = "runs/bench"                # folder of result.json and scaling.png
+    out: str = "runs/bench"                # folder of result.json and cost.png
     publish: bool = False                  # also write results/bench/ and figures/
     seed: int = 42
 
@@ -106,33 +83,18 @@ class Count(TorchDispatchMode):
         self.live -= n
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
         out = func(*args, **(kwargs or {}))
-        if func.is_view:
-            return out
-        self.operations += 1
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage not in self.known:
+        self.operations += not func.is_view
+        for tensor in filter(torch.is_tensor, tree_leaves(out)):
+            storage = tensor.untyped_storage()
+            if storage not in given and storage not in self.known:  # neither a view nor in place
                 self.known.add(storage)
                 self.sizes.append(tensor.numel())
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
                 weakref.finalize(storage, self.free, storage.nbytes())
         return out
-
-
-def milliseconds(function, device):
-    """The time of one call, by device events on a GPU."""
-    if device == "cpu":
-        start = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
 
 
 def peak_mib(function, *modules):
@@ -148,32 +110,6 @@ def peak_mib(function, *modules):
             function()
         peak = count.peak
     return (peak + sum(p.numel() * p.element_size() for p in weights)) / 2**20
-
-
-def interval(values):
-    """(mean, half of Student-t's 95 % interval); one value has none."""
-    n = len(values)
-    half = student_t.ppf(0.975, n - 1) * statistics.stdev(values) / n ** 0.5 if n > 1 else None
-    return statistics.fmean(values), half
-
-
-def show(values, form=".1f"):
-    """mean ± half interval as text."""
-    mean, half = interval(values)
-    return f"{mean:{form}} " + ("(n/a)" if half is None else f"± {half:{form.lstrip('+')}}")
-
-
-def make_model(source, device):
-    """A frozen backbone of a HydraConfig or what load_backbone takes; bfloat16 on a GPU, but for
-    what load_backbone keeps in float32."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    if not isinstance(source, HydraConfig):
-        return load_backbone(source, dtype, device)
-    model = HydraBert(source).to(device, dtype).requires_grad_(False).eval()
-    for layer in model.layers:
-        for name in ("A_log", "dt_bias", "D"):
-            getattr(layer.mixer, name).data = getattr(layer.mixer, name).data.float()
-    return model
 
 
 def variants(model, adapters, ids, t):
@@ -202,16 +138,18 @@ def cost(cfg, model, device):
         cases = variants(model, adapters, ids, torch.rand(cfg.batch).to(device))
         for case in cases.values():
             case()  # warm-up
-        times = [{name: milliseconds(case, device) for name, case in cases.items()}
-                 for _ in range(cfg.passes)]
+        pairs = {name: [] for name in cases}  # of times: the frozen pass, and then the variant
+        for _ in range(cfg.passes):
+            for name, case in cases.items():
+                pairs[name].append([milliseconds(f, device) for f in (cases["frozen"], case)])
         for name, case in cases.items():
             adapter = adapters.get(name.partition(",")[0])
             row = rows.setdefault(name, {
                 "total": total, "added": adapter_size(adapter) if adapter else 0, "ms": {},
                 "overhead": {}, "mib": {}})
-            row["ms"].setdefault(l, []).append(statistics.median(each[name] for each in times))
+            row["ms"].setdefault(l, []).append(statistics.median(ms for _, ms in pairs[name]))
             row["overhead"].setdefault(l, []).append(
-                100 * statistics.median(each[name] / each["frozen"] - 1 for each in times))
+                100 * statistics.median(ms / frozen - 1 for frozen, ms in pairs[name]))
             if seed == 0:
                 row["mib"][l] = peak_mib(case, model, adapter)
     return rows
@@ -219,11 +157,12 @@ def cost(cfg, model, device):
 
 def cost_table(rows, lengths):
     return common.markdown(
-        ["variant", "parameters", "added", *(f"{what}, length {l}" for l in lengths
-                                             for what in ("ms", "overhead, %", "MiB"))],
+        ["variant", "parameters", "added, beside c_t's MLP", *(
+            f"{what}, length {l}" for l in lengths for what in ("ms", "overhead, %", "MiB"))],
         *([name, f"{row['total'] + row['added']:,}", f"{row['added']:,}", *(
             cell for l in lengths for cell in (
-                show(row["ms"][l]), "" if name == "frozen" else show(row["overhead"][l], "+.1f"),
+                show(row["ms"][l], "", 1, student=True), "" if name == "frozen" else
+                show(row["overhead"][l], "+", 1, student=True),
                 f"{row['mib'][l]:.1f}"))] for name, row in rows.items()))
 
 
@@ -235,7 +174,7 @@ def adapters_alone(model, device, rounds=9):
     """Operations of an adapter, of applying it, and its time beside one frozen pass at (8, 512)."""
     config, t = model.config, torch.rand(8).to(device)
     ids = torch.randint(config.vocab_size, (8, 512)).to(device)
-    model.hidden(ids[:1])  # warm-up
+    model.hidden(ids[:2])  # warm-up
     frozen, rows = milliseconds(lambda: model.hidden(ids), device), {}
     with torch.device("meta"):  # counted without data, as no GPU's compiled steps can be
         counted, few = HydraBert(config), torch.empty(8, 64, dtype=torch.int64)
@@ -275,7 +214,7 @@ def alone_table(rows):
 
 
 def training_step(model, adapter, optimizer, b, l, seed=42):
-    """One step as train.py takes it, on random tokens: {part: ms}. Half of them are masked."""
+    """One step like train.py's, on random tokens: {part: ms}. Half of them are masked."""
     generator = torch.Generator().manual_seed(seed)
     device, spent = model.word_embeddings.weight.device, {}
     x0 = torch.randint(model.config.vocab_size, (b, l), generator=generator).to(device)
@@ -293,6 +232,7 @@ def training_step(model, adapter, optimizer, b, l, seed=42):
     modulation = part("adapter", adapter, torch.full((b,), 0.5, device=device))
     hidden = part("backbone", model.hidden, x0, modulation)
     part("backward", part("head and loss", loss, hidden).backward)
+    part("clip", torch.nn.utils.clip_grad_norm_, adapter.parameters(), 1.0)
     part("optimiser", optimizer.step)
     optimizer.zero_grad()
     return spent
@@ -305,7 +245,7 @@ def training(model, b, l, mlp_dim, rounds=3):
         torch.manual_seed(42)
         model.checkpointing = checkpointing
         adapter = make_adapter("chebyshev", model.config, mlp_dim=mlp_dim).to(device)
-        optimizer = torch.optim.AdamW(adapter.parameters())
+        optimizer = torch.optim.AdamW(adapter.parameters(), fused=True)
         step = functools.partial(training_step, model, adapter, optimizer, b, l)
         step()  # warm-up
         spent = [step() for _ in range(rounds)]
@@ -342,8 +282,7 @@ def scaling(model, device, rounds=5):
         return {k: statistics.median(each[k] for each in times) for k in passes}
 
     draw = functools.partial(torch.randint, model.config.vocab_size, device=device)
-    like = model.word_embeddings.weight
-    models = {n: HydraBert(dataclasses.replace(model.config, n_layer=n)).to(like) for n in DEPTHS}
+    models = {n: make_model(dataclasses.replace(model.config, n_layer=n), device) for n in DEPTHS}
     return {"length": sweep({l: functools.partial(model.hidden, draw((1, l))) for l in LENGTHS}),
             "layers": sweep({n: functools.partial(m.hidden, draw((1, 1024)))
                              for n, m in models.items()})}
@@ -360,8 +299,11 @@ def scaling_table(found):
 
 
 def plan():
-    """The paper's run, computed: {GPU: {number of them: (hours at the roofline, hours at the
-    efficiency of the paper's own frozen pass)}}, and what it rests on."""
+    """The paper's run, computed from what a token takes: hours[row][GPU][number of them].
+
+    Rows: at the data sheets' rates, compute and memory one after the other; at the share of them
+    that the paper's frozen pass reaches; and so with the bytes that the reference modules move.
+    """
     run, config = RUNS["paper"], RELEASED
     tokens = run["steps"] * run["global_batch"] * run["seqlen"]
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as flops:
@@ -369,32 +311,35 @@ def plan():
     counts = {str(op): n / run["seqlen"] for op, n in flops.get_flop_counts()["Global"].items()}
     scan = counts["aten.bmm"]
     linear = sum(counts.values()) - scan
-    head = 2 * config.d_model * (config.vocab_size + config.d_model)       # of a masked token
-    layer_bytes = 2.22e9 / (8 * 4096)                                      # see above, of a token
-    # Forward, again for checkpointing, backward: no gradient of a frozen weight, so once for a
-    # linear map and twice for the scan; half of the tokens are masked and reach the head.
-    work = {"flop": 3 * linear + 4 * scan + 3 * head / 2,
-            "bytes": 4 * layer_bytes * config.n_layer}                     # backward moves two
+    head = 2 * config.d_model * (config.vocab_size + config.d_model)
+    layers, reference = (config.n_layer * gb * 1e9 / (8 * 4096) for gb in (2.22, 4.97))
+    # Forward, again for checkpointing, and backward: no gradient of a frozen weight, so once for a
+    # linear map and twice for the scan and the bytes. Half of the tokens are masked and reach the
+    # head; a logit is 48 bytes: 2 written, read, 4 for its float32, read, 4 for its logarithm, all
+    # again, and as many for the gradient.
+    flop = 3 * linear + 4 * scan + 3 * head / 2
+    ours, theirs = (4 * moved + 48 * config.vocab_size / 2 for moved in (layers, reference))
 
     def seconds(gpu, flop, moved):
         teraflops, terabytes = GPUS[gpu]
         return flop / (1e12 * teraflops) + moved / (1e12 * terabytes)
 
-    frozen = 8 * 4096 * seconds("A100", linear + scan + head,
-                                4.97e9 / (8 * 4096) * config.n_layer)
+    frozen = 8 * 4096 * seconds("A100", linear + scan + head, reference + 6 * config.vocab_size)
     slower = 0.26743 / frozen                                              # Table 3
-    hours = {gpu: {n: [tokens * seconds(gpu, *work.values()) / n / 3600 * k for k in (1, slower)]
-                   for n in (1, 2)} for gpu in GPUS}
-    return {"tokens": tokens, "a_token": work, "scan_flop": scan, "hours": hours,
-            "slower_than_roofline": slower}
+    hours = {row: {gpu: {n: tokens * seconds(gpu, flop, moved) * factor / n / 3600 for n in (1, 2)}
+                   for gpu in GPUS}
+             for row, moved, factor in (("at the data sheets' rates", ours, 1),
+                                        (f"at {1 / slower:.0%} of them, as Table 3", ours, slower),
+                                        ("and with the reference's bytes", theirs, slower))}
+    return {"tokens": tokens, "flop": flop, "scan_flop": scan, "bytes": ours,
+            "reference_bytes": theirs, "slower_than_data_sheets": slower, "hours": hours}
 
 
 def plan_table(found):
     return common.markdown(
         ["computed, not measured", *(f"{n} x {gpu}, hours" for gpu in GPUS for n in (1, 2))],
-        *([name, *(f"{found['hours'][gpu][n][i]:.1f}" for gpu in GPUS for n in (1, 2))]
-          for i, name in enumerate(("at the roofline",
-                                    f"{found['slower_than_roofline']:.1f} times slower"))))
+        *([row, *(f"{hours[gpu][n]:.1f}" for gpu in GPUS for n in (1, 2))]
+          for row, hours in found["hours"].items()))
 
 
 def draw(result, path):
@@ -403,10 +348,11 @@ def draw(result, path):
     figure = Figure(figsize=(12, 3.4), layout="constrained")
     overhead, length, layers = figure.subplots(1, 3, width_ratios=(5, 3, 3))
     rows = {name: row for name, row in result["cost"].items() if name != "frozen"}
+    lengths = len(next(iter(rows.values()))["overhead"])
     for i, l in enumerate(next(iter(rows.values()))["overhead"]):
-        means, halves = zip(*(interval(row["overhead"][l]) for row in rows.values()))
-        overhead.barh([k + 0.4 * (i - 0.5) for k in range(len(rows))], means, 0.38,
-                      xerr=[half or 0 for half in halves], label=f"length {l}")
+        means, halves = zip(*(mean_error(row["overhead"][l], True) for row in rows.values()))
+        overhead.barh([k + 0.8 * ((i + 0.5) / lengths - 0.5) for k in range(len(rows))], means,
+                      0.76 / lengths, xerr=halves, label=f"length {l}")
     overhead.set_yticks(range(len(rows)), rows)
     overhead.invert_yaxis()
     overhead.axvline(0, color="black", lw=0.8)
@@ -421,64 +367,6 @@ def draw(result, path):
         ax.minorticks_off()
         ax.legend(frameon=False)
     common.save_figure(figure, path)
-
-
-# ---- the GPU check -------------------------------------------------------------------------------
-
-def forward_and_backward(function, inputs, device, rounds=10):
-    """Median ms of function(), and with the gradients of `inputs`; on a GPU, its peak MiB."""
-    def forward():
-        with torch.no_grad():
-            function()
-
-    def both():
-        y = function()
-        torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
-
-    row = {}
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for name, once in (("forward_ms", forward), ("both_ms", both))[:1 + bool(inputs)]:
-        once(), once()  # compiles, and maps memory
-        row[name] = statistics.median(milliseconds(once, device) for _ in range(rounds))
-    if device == "cuda":
-        row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    return row
-
-
-def gpu_check(device, seed):
-    """Gradients first, then the time of each scan, and of the model with each adapter."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise common.UserError("--gpu-check: torch sees no CUDA GPU; --device cpu rehearses it")
-    sizes, config = ((8, 4096), (1, 512)), HydraConfig()
-    if device == "cpu":
-        sizes, config = ((1, 64),), HydraConfig(d_model=64, n_layer=1)
-    result = {"gradients": check_kernels(config, sizes[0][1], device, seed), "times": []}
-    model = make_model(config, device)
-    adapters = {name: make_adapter(name, config).to(device) for name in KERNELS}
-    scans = {"scan, kernels": bidirectional_scan, "scan, PyTorch path": lambda *inputs:
-             chunked_scan(*inputs, config.chunk_size)}
-    if importlib.util.find_spec("mamba_ssm"):
-        scans["scan, mamba-ssm as Hydra uses it"] = mamba_scan
-    for b, l in sizes:
-        ids = torch.randint(config.vocab_size, (b, l), device=device)
-        t, leaves = torch.full((b,), 0.5, device=device), random_inputs(
-            b, l, config.nheads, config.headdim, 1, config.d_state, torch.float32, seed)
-        leaves[2] = leaves[2][0]  # one A for all samples: mamba-ssm knows no other
-        inputs = cast(leaves, device, model.word_embeddings.weight.dtype)
-        cases = {name: (lambda scan=scan: scan(*inputs), inputs) for name, scan in scans.items()}
-        cases |= {f"model, {name}": (lambda a=adapter: model.hidden(ids, a(t)),
-                                     [p for p in adapter.parameters() if p.requires_grad])
-                  for name, adapter in adapters.items()}
-        for name, case in cases.items():
-            row = {"what": name, "batch": b, "length": l, **forward_and_backward(*case, device)}
-            result["times"].append(row)
-            common.log("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}"
-                                 for k, v in row.items()))
-            if name == "model, none":
-                frozen = f"(b, l) = ({b}, {l}) takes {row['forward_ms']:.1f} ms frozen"
-    common.log(f"gpu check: {frozen}, on {device}")
-    return result
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -499,9 +387,9 @@ def measure(cfg, model, device):
         "scaling": scaling_table(result["scaling"]), "plan": plan_table(result["plan"])}
     for name, table in result["tables"].items():
         common.log(f"\n{name}\n\n{table}")
-    hours = result["plan"]["hours"]["A100"][1]
-    common.log(f"\nthe paper's training, computed: {hours[0]:.0f} to {hours[1]:.0f} hours on one "
-               "A100")
+    hours = [row["A100"][1] for row in result["plan"]["hours"].values()]
+    common.log(f"\nthe paper's training, computed: {min(hours):.0f} to {max(hours):.0f} hours on "
+               "one A100")
     return result
 
 
@@ -513,7 +401,7 @@ def main(cfg):
     model = None if cfg.gpu_check else make_model(
         RELEASED if cfg.weights == "random" else cfg.weights, device)
     env = common.banner("bench.py", cfg, device, model)
-    result = gpu_check(device, cfg.seed) if cfg.gpu_check else measure(cfg, model, device)
+    result = check(device, cfg.seed) if cfg.gpu_check else measure(cfg, model, device)
     common.write_json(common.ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
     if not cfg.gpu_check:
         draw(result, common.ROOT / (f"figures/table3_{cfg.preset}.png" if cfg.publish

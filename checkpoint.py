@@ -15,6 +15,7 @@ sample depends on its place alone (data.py).
 import contextlib
 import io
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -48,7 +49,7 @@ def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
         for half_written in folder.glob(".*.tmp"):  # when the run was killed
             half_written.unlink()
         return folder
-    if folder.is_file() or any(path.suffix != ".tmp" for path in folder.glob("*")):
+    if folder.is_file() or any(not path.match(".*.tmp") for path in folder.glob("*")):
         if not overwrite:
             raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
                                    "--overwrite, or choose another --name")
@@ -57,13 +58,20 @@ def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
                                    "leaves it alone; choose another --name")
     for path in folder.glob("*"):
         if path.name != "config.json":  # which stays until it is replaced: it marks a run
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            whole = path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path) if whole else path.unlink()
     common.write_json(folder / "config.json", {"config": settings, **env})
     return folder
 
 
+def started_now():
+    """[the parent process, when it started]: its number alone may come again. Linux tells when."""
+    pid, stat = os.getppid(), Path(f"/proc/{os.getppid()}/stat")
+    return [pid, stat.read_text().rpartition(")")[2].split()[19] if stat.is_file() else None]
+
+
 def started_by(folder):
-    """The process that started the run in `folder`, as it said to open_run; None where none did."""
+    """`started_now` of the run in `folder`, as it said to open_run; None where there is none."""
     path = Path(folder) / "config.json"
     return json.loads(path.read_text()).get("parent") if path.is_file() else None
 

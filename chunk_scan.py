@@ -271,46 +271,6 @@ def spread(values):
     return {"median": median, "low": low, "high": high, "n": len(values)}
 
 
-# ---- on a GPU, for bench.py ----------------------------------------------------------------------
-
-
-def cast(leaves, device, dtype):
-    """x, B and C as `dtype`, the others as float32, as leaves of a new graph."""
-    return [v.detach().to(device, dtype if i in (0, 3, 4) else torch.float32).requires_grad_()
-            for i, v in enumerate(leaves)]
-
-
-def check_kernels(config, l, device, seed):
-    """y and its six gradients in float32 and bfloat16, at the sizes of a HydraConfig, against
-    `chunked_scan` in float64: the worst error over the norm, of each. Raises UserError.
-    """
-    errors, leaves = {}, random_inputs(2, l, config.nheads, config.headdim, 1, config.d_state,
-                                       torch.float64, seed)
-    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
-        inputs = cast(leaves, device, dtype)
-        twins = [v.detach().double().requires_grad_() for v in inputs]
-        y, twin = bidirectional_scan(*inputs), chunked_scan(*twins, config.chunk_size)
-        g = torch.randn_like(twin).to(dtype)
-        got = y, *torch.autograd.grad(y, inputs, g)
-        want = twin, *torch.autograd.grad(twin, twins, g.double())
-        errors[str(dtype)] = max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want))
-        common.log(f"values and gradients in {dtype}: off by {errors[str(dtype)]:.1e}")
-        if not errors[str(dtype)] < bound:
-            raise common.UserError(f"--gpu-check: the scan is wrong in {dtype}, more than {bound} "
-                                   "of the norm; its times would mean nothing")
-    return errors
-
-
-def mamba_scan(x, dt, A, B, C, D):
-    """mamba-ssm's scan as Hydra calls it (github.com/goombalab/hydra at 0daa208, modules/hydra.py):
-    on a batch of both directions, one of them flipped, and with its outputs shifted by one."""
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-    dt, B, C = (torch.cat([v[:, :, 0], v[:, :, 1].flip(1)]) for v in (dt, B, C))
-    y = mamba_chunk_scan_combined(torch.cat([x, x.flip(1)]), dt, A, B, C, chunk_size=256)
-    forward, backward = F.pad(y[:, :-1], (0, 0, 0, 0, 1, 0)).chunk(2)
-    return forward + backward.flip(1) + D[..., None].to(x.dtype) * x
-
-
 def main(cfg):
     if cfg.seqlen % cfg.chunk_size or cfg.rounds < 2:
         raise common.UserError(

@@ -24,7 +24,6 @@ import tqdm
 
 SOURCE = Path(__file__).resolve().parent
 ROOT = Path(os.environ.get("MARK_ROOT") or SOURCE).resolve()  # of runs/, results/ and figures/
-MAY_BE_ZERO = ("seed", "warmup", "layer", "iterations")  # settings whose default is more
 MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
             errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)  # by the user
 SEEDS = tuple(42 + 100 * i for i in range(15))  # C.3: seed i is 42 + 100 i
@@ -194,16 +193,18 @@ def from_preset(config_class, presets, name, **given):
 
 
 def check_settings(cfg, default):
-    """Refuse what no script can use: a number that is negative or not finite, and 0 or nothing
-    where both the class and `default` have more.
+    """Refuse what no script can use: a number that is negative, above 1e12 or not finite, and 0 or
+    nothing where both the class and `default` have more; but for a seed, and what the class lists
+    as MAY_BE_ZERO.
     """
+    may_be_zero = ("seed", *getattr(cfg, "MAY_BE_ZERO", ()))
     for field in dataclasses.fields(cfg):
         value, flag = getattr(cfg, field.name), f"--{field.name.replace('_', '-')}"
         full = bool(field.default and getattr(default, field.name))
         if full and value == ():
             raise UserError(f"{flag}: got nothing, need at least one value")
         for v in value if isinstance(value, tuple) else (value,):
-            least = int(full and isinstance(v, int) and field.name not in MAY_BE_ZERO)
+            least = int(full and isinstance(v, int) and field.name not in may_be_zero)
             if type(v) in (int, float) and not least <= v <= 1e12:
                 raise UserError(f"{flag}: got {v}, need a number from {least} to 1e12")
 
@@ -230,7 +231,10 @@ def run_cli(config_class, main, presets=None):
         return main(cfg)
     except UserError as error:
         said, status = error, 2
-    except MemoryError as error:
+    except (MemoryError, RuntimeError) as error:  # numpy's; on a GPU torch's, and on a CPU
+        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+                or "can't allocate memory" in str(error)):
+            raise
         said, status = f"out of memory ({error}): give smaller sizes or a shorter text", 2
     except KeyboardInterrupt:
         said, status = "interrupted", 130

@@ -210,16 +210,23 @@ def score(model, adapters, corpora, tokenizer, seqlen, windows, seeds, train_ids
     return result
 
 
-def mean_error(values):
-    """(mean, 1.96 standard errors, the normal approximation of C.3); one value has no error."""
+def mean_error(values, student=False):
+    """(mean, half of its 95 % interval): 1.96 standard errors, the normal approximation of C.3, or
+    Student's quantile of them. One value has no error.
+    """
     values = torch.tensor(values, dtype=torch.float64)
-    error = 1.96 * values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return values.mean().item(), error
+    n, quantile = len(values), 1.96
+    if n < 2:
+        return values.mean().item(), math.nan
+    if student:
+        from scipy.stats import t
+        quantile = t.ppf(0.975, n - 1)
+    return values.mean().item(), float(quantile * values.std() / n ** 0.5)
 
 
-def show(values, sign="", digits=4):
-    """mean ± 1.96 standard errors as text."""
-    mean, error = mean_error(values)
+def show(values, sign="", digits=4, student=False):
+    """mean ± the half interval of `mean_error` as text."""
+    mean, error = mean_error(values, student)
     return f"{mean:{sign}.{digits}f} " + ("(n/a)" if len(values) < 2 else f"± {error:.{digits}f}")
 
 

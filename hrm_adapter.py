@@ -3,7 +3,7 @@ beside a frozen sub-layer, s_t = abar s_{t-1} + Bbar h_t and y_t = C s_t (19), w
 sublayer(h_t) + alpha y_t (18); compressed by balanced truncation once it is trained.
 
 Run:      python hrm_adapter.py       (a frozen transformer, LoRA and HRM of one size; 3 minutes)
-          python hrm_adapter.py --make-backbone --steps 3500 --size 8192 --lr 4e-3 --text ...
+          python hrm_adapter.py --make-backbone ...    (its flags are in assets/README.md)
 Last line: "empirical Gramians err as n^-0.NN; runs/hrm_adapter/hrm_adapter.png"
 Symbols:  h       what the sub-layer reads, b l m                  s          state, b l d
           rate    exp(log A) exp(log dt), abar = exp(-rate)        alpha      gate of a layer
@@ -33,12 +33,12 @@ from scipy.fft import next_fast_len
 from torch import nn
 
 import common
+from checkpoint import save_tensors
 from data import load_corpus, noise_generator
 from evaluate import show
-from pretrain import save_backbone
 from text import ByteTokenizer
 
-BACKBONE = common.ROOT / "assets" / "transformer_small.safetensors"
+BACKBONE = common.SOURCE / "assets" / "transformer_small.safetensors"
 KEYS = torch.tensor(list(b"<>[]"))   # one of them is to be remembered: chance has ln 4 nats
 LAGS = (32, 64, 128, 256, 512)       # bytes from the key to a question about it
 SPACE, CUE, UNSCORED = ord(" "), ByteTokenizer.mask_id, -100
@@ -173,7 +173,7 @@ def inserted(model, adapters):
     `name`, h being what that reads. "one:other" reads what `one` reads and adds to the output of
     `other`: "linear1:linear2" is the MLP of torch.nn.TransformerEncoderLayer. Of an output that is
     a tuple (MultiheadAttention) the first changes. Neither parameters nor keys of the model do."""
-    modules = dict(model.named_modules())
+    modules, used = dict(model.named_modules()), set()
     with contextlib.ExitStack() as hooks:
         for name, adapter in adapters.items():
             source, target = (name.split(":") * 2)[:2]
@@ -182,13 +182,16 @@ def inserted(model, adapters):
                 raise common.UserError(f"no adapter can be inserted at {name!r}: give a name of "
                                        "named_modules(), and all of them need batch_first=True")
             read = []
-            def add(module, args, output, adapter=adapter, read=read):
+            def add(module, args, output, name=name, adapter=adapter, read=read):
+                used.add(name)
                 y = adapter(read.pop())
                 return (output[0] + y, *output[1:]) if isinstance(output, tuple) else output + y
             hooks.enter_context(modules[source].register_forward_pre_hook(
                 lambda module, args, read=read: read.append(args[0])))
             hooks.enter_context(modules[target].register_forward_hook(add))
         yield
+    if unused := adapters.keys() - used:  # such as the out_proj of torch.nn.MultiheadAttention
+        raise common.UserError(f"the model never calls {unused.pop()!r}: give another submodule")
 
 
 # ---- the frozen transformer ----------------------------------------------------------------------
@@ -279,11 +282,12 @@ def train(model, parameters, task, text, cfg, seed, bf16=False):
         ids, target = TASKS[task][0](text, cfg.size, lag, noise_generator(seed, step))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = cross_entropy(model, task, ids, target).sum() / (target != UNSCORED).sum()
-        if not torch.isfinite(loss):
-            raise common.UserError(f"step {step + 1}: the loss is {loss}; lower --lr or --gate")
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise common.UserError(f"step {step + 1}: the loss is {loss}, the gradient norm "
+                                   f"{norm}; lower --lr or --gate")
         optimizer.step()
 
 
@@ -355,13 +359,15 @@ def tables(rows, times):
     losses, compressed = [], []
     for row, found in rows.items():
         losses.append([row, f"{found['recall'][0]['parameters']:,}",
-                       show([one["loss"][-1] for one in found["language"]]),
-                       *map(show, zip(*(one["loss"] for one in found["recall"])))])
+                       show([one["loss"][-1] for one in found["language"]], student=True),
+                       *(show(losses, student=True)
+                         for losses in zip(*(one["loss"] for one in found["recall"])))])
         for (task, runs), rule in itertools.product(found.items(), RULES if "HRM" in row else ()):
             left = [one["rules"][rule] for one in runs]
             states = sum((one["states"] for one in left), [])
             ratio = max([0, *(e / b for r in left for e, b in zip(r["error"], r["bound"]) if b)])
-            before, after = (show([np.mean(one["loss"]) for one in v]) for v in (runs, left))
+            before, after = (show([np.mean(one["loss"]) for one in v], student=True)
+                             for v in (runs, left))
             kept = f"{min(states)} to {max(states)} of {len(runs[0]['sigma'][0])}"
             compressed.append([f"{row}: {task}", rule, kept, f"{ratio:.2f}", before, after])
     return {"table": common.markdown(["nats", "parameters", "language, bytes 257 to 512",
@@ -410,21 +416,26 @@ class Config:
     gate: float = 0.01                     # alpha at the start
     seeds: int = 1                         # trainings of each row on each task: seeds 42, 142, ...
     windows: int = 48                      # held-out windows of 512 bytes
-    make_backbone: bool = False            # train the transformer itself, in bfloat16, into assets/
-    publish: bool = False                  # also write results/hrm_adapter/ and figures/
+    make_backbone: bool = False            # train the transformer itself, in bfloat16
+    publish: bool = False                  # also write results/, figures/; the transformer: assets/
 
 
 def main(cfg):
-    if min(cfg.steps, cfg.windows, cfg.rank, cfg.seeds) < 1 or cfg.size < LAGS[-1]:
-        raise common.UserError(f"need --size from {LAGS[-1]}, other numbers from 1, got {cfg}")
+    if cfg.size < LAGS[-1] or cfg.seeds > len(common.SEEDS):
+        raise common.UserError(f"got --size {cfg.size}, --seeds {cfg.seeds}: need a size from "
+                               f"{LAGS[-1]} and at most {len(common.SEEDS)} seeds")
     torch.manual_seed(common.SEEDS[0])
     model = Transformer(None if cfg.make_backbone else BACKBONE)
     env = common.banner("hrm_adapter.py", cfg, "cpu", model)
     text, held_out = (torch.from_numpy(np.asarray(load_corpus(cfg.text, ByteTokenizer(), split).ids,
                                                   np.int64)) for split in ("train", "valid"))
+    if min(len(text), len(held_out)) < 2 * LAGS[-1]:
+        raise common.UserError(f"--text: {len(text)} bytes to train on, {len(held_out)} held out; "
+                               f"need {2 * LAGS[-1]} of each")
     if cfg.make_backbone:
         train(model, [*model.parameters()], "language", text, cfg, common.SEEDS[0], bf16=True)
-        save_backbone(BACKBONE, model)
+        save_tensors(BACKBONE if cfg.publish else common.ROOT / "runs/hrm_adapter" / BACKBONE.name,
+                     {k: v.detach() for k, v in model.state_dict().items()})
         return {"held out, nats": score(model, "language", held_out, cfg.windows)}
     rows = {row: {task: [] for task in TASKS} for row in ROWS}
     for row, task in itertools.product(ROWS, TASKS):

@@ -22,7 +22,7 @@ import hashlib
 import re
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -383,7 +383,9 @@ def locate(source):
 
 
 def fingerprint(state):
-    """sha256 of weights by name, rounded to bfloat16: one model has one, in any file and dtype."""
+    """sha256 of weights by name, rounded to bfloat16: the same in any file, in bfloat16, float32
+    and float64 (float16 rounds some of them to another neighbour).
+    """
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())
@@ -508,6 +510,7 @@ def _fetch(source):
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Fill the [MASK]s of a text in one pass, and draw what one layer's mixer does to it."""
+    MAY_BE_ZERO: ClassVar = ("layer",)
     text: str = ("It is a truth univ[MASK]rsally acknowl[MASK]dged, that a sin[MASK]le man is in "
                  "want of a w[MASK]fe.")
     weights: str = "small"      # "small", "goombalab/hydra" or a path

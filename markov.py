@@ -252,6 +252,8 @@ def analyse(model, adapter, inputs, grid, zoh=False):
     return {"profile": [profile(op, LAGS).tolist() for op in shown],
             "profile_frozen": profile(frozen, LAGS).tolist(),
             "bound": lemma_bound([*shown, frozen], A_log, beta_A, LAGS).tolist(),
+            "hankel": [hankel_singular_value(op).square().mean().sqrt().item()
+                       for op in (*shown, frozen)],
             "half_life": [half_life(op).tolist() for op in every[:-1]],
             "half_life_frozen": half_life(frozen).tolist(),
             "distance": (distances(every) / math.sqrt(inner(frozen, frozen))).tolist()}
@@ -266,12 +268,15 @@ def table(result):
         kept = [found["profile"][i][far] / found["profile_frozen"][far] for i in (0, 2, 4)]
         changes = [now / frozen for row in found["half_life"]
                    for now, frozen in zip(row, found["half_life_frozen"])]
+        hankel = [value / found["hankel"][-1] for value in found["hankel"][:-1:4]]
         rows.append([name, f"{statistics.mean(between):.3f} ({max(between):.3f})",
                      f"{statistics.mean(row[-1] for row in matrix):.3f}",
-                     f"{min(changes):.2f} to {max(changes):.2f}", *(f"{v:.2f}" for v in kept)])
+                     f"{min(changes):.2f} to {max(changes):.2f}", *(f"{v:.2f}" for v in hankel),
+                     *(f"{v:.2f}" for v in kept)])
     return common.markdown(
         ["adapter", "distance of two times, mean (largest)", "distance to frozen, mean",
-         "half-life of a layer over frozen's", f"h_k over frozen's at lag {LAGS[far]:.0f}: t = 0",
+         "half-life of a layer over frozen's", "Hankel singular value over frozen's: t = 0",
+         "t = 1", f"h_k over frozen's at lag {LAGS[far]:.0f}: t = 0",
          "t = 0.5", "t = 1"], *rows)
 
 

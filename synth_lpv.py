@@ -32,7 +32,7 @@ Upstream: github.com/ibitec7/mark at 18a855b, analysis/*_synthetic_lpv.py. `--pu
 import dataclasses
 import math
 import time
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ QUICK = dict(seeds=3, steps=150, iterations=40)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Recover synthetic LPV systems from N trajectories: table, rates and Figure 2."""
+    MAY_BE_ZERO: ClassVar = ("iterations", "batch")
     kernel: tuple[str, ...] = ("hypernet", "chebyshev", "dct")
     sizes: tuple[int, ...] = (50, 100, 200, 400, 800, 1600)  # N
     seeds: int = 15                    # seed i is 42 + 100 i

@@ -20,6 +20,7 @@ import dataclasses
 import os
 import signal
 import time
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader
 import common
 from cart import cart_loss, cart_weights, corrupt, elbo_weights, masked_cross_entropy
 from checkpoint import (append_metrics, load_state, open_run, read_metrics, save_adapter,
-                        save_state, started_by, stop_signals)
+                        save_state, started_by, started_now, stop_signals)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   noise_generator)
 from evaluate import format_table, make_draws, reference_rows, score_adapter
@@ -43,6 +44,7 @@ from text import find_files, make_tokenizer
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override either."""
+    MAY_BE_ZERO: ClassVar = ("warmup",)
     kernel: str = "chebyshev"       # hypernet chebyshev dct, or a baseline: inject adaln lora
     preset: str = "demo"            # "demo", "paper", or "shipped": the adapters in assets/
     name: str = ""                  # run folder under runs/; default <preset>_<kernel>
@@ -308,7 +310,7 @@ def run(cfg, device, rank, world, backbone=None):
                f"windows of {cfg.seqlen}")
 
     folder = common.ROOT / "runs" / cfg.name  # all that can be refused has been: make it now
-    parent = os.getppid()  # torchrun; --max-restarts gives the same command again, to be resumed
+    parent = started_now()  # torchrun; --max-restarts gives the same command again, to be resumed
     resume = cfg.resume or (int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
                             and started_by(folder) == parent)
     refusal, has_state = None, False
@@ -388,9 +390,12 @@ def run(cfg, device, rank, world, backbone=None):
             save_state(folder / "last.pt", step=step, adapter=adapter.state_dict(),
                        optimizer=optimizer.state_dict())
 
-    with stop_signals() as caught:  # ranks that outlive torchrun leave too, before the next run
+    def stop_asked():  # a rank that outlives torchrun leaves too, before the next run
+        return bool(caught) or "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent[0]
+
+    with stop_signals() as caught:
         done = train_steps(cfg, module, optimizer, loader, tokenizer, start,
-                           lambda: bool(caught) or world > 1 and os.getppid() != parent, after_step)
+                           stop_asked, after_step)
     bar.close()
     if done < (cfg.max_steps or cfg.steps):  # agreed by all ranks; a late signal may not be
         common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
@@ -413,7 +418,7 @@ def run(cfg, device, rank, world, backbone=None):
         if cfg.publish:
             common.publish("train", cfg.name, result, cfg, env)
         if cfg.publish and cfg.preset == "shipped":
-            save_adapter(common.ROOT / "assets" / f"adapter_{cfg.kernel}.safetensors", adapter,
+            save_adapter(common.SOURCE / "assets" / f"adapter_{cfg.kernel}.safetensors", adapter,
                          torch.float16, step=done, vocab=tokenizer.fingerprint)
             draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, rows_after,
                      cfg.kernel)

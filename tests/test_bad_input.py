@@ -57,8 +57,9 @@ def test_no_number_of_any_script_may_be_negative_or_endless_and_no_size_zero(scr
     common.check_settings(usual, usual)
     for name, default, one in numbers(config_class):
         wrong = [-1, 10**13, *([math.nan, math.inf, -0.5] if isinstance(one, float) else [])]
-        may_be_zero = one == 0 or isinstance(one, float) or name in (
-            "seed", "warmup", "layer", "iterations")
+        may_be_zero = one == 0 or isinstance(one, float) or (script, name) in (
+            ("train", "warmup"), ("hydra_ssm", "layer"), ("synth_lpv", "iterations"),
+            ("synth_lpv", "batch")) or name == "seed"
         for value in wrong if may_be_zero else [*wrong, 0]:
             value = (value,) if isinstance(default, tuple) else value
             with pytest.raises(common.UserError, match=f"^--{name.replace('_', '-')}: got "):
@@ -144,6 +145,14 @@ def test_what_the_machine_refuses_is_one_line_too(monkeypatch, capsys, error, st
         common.run_cli(data.Config, main)
     said = capsys.readouterr().err
     assert stop.value.code == status and said.count("\n") == 1 and words in said
+
+
+def test_a_tensor_that_no_memory_holds_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(SystemExit):
+        common.run_cli(data.Config, lambda cfg: torch.empty(10**15))
+    said = capsys.readouterr().err
+    assert said.startswith("error: out of memory") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no such file"), KeyError("k"),

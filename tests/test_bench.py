@@ -6,9 +6,9 @@ import re
 import shutil
 
 import bench
-import chunk_scan
 import chunk_scan_triton
 import common
+import gpu_check
 import hydra_ssm
 import pytest
 import tiny
@@ -24,15 +24,17 @@ NARROW = hydra_ssm.HydraConfig(vocab_size=97, d_model=32, n_layer=23, d_state=8,
 
 
 def test_count_sees_operations_that_are_no_views_and_the_bytes_that_are_alive_at_once():
+    old = torch.zeros(500)
     with bench.Count() as count:
         a = torch.zeros(1000)              # 4,000 bytes
         b = a.view(10, 100).T + 1          # 4,000 more, and two views
         del a
         c = b.double()                     # 8,000 while b is alive: the peak
         b.add_(1)                          # in place: nothing new
+        old.add_(1)
         del b
         d = c[0] * 2                       # 80
-    assert (count.operations, count.peak) == (5, 12_000)
+    assert (count.operations, count.peak) == (6, 12_000)
     assert count.sizes == [1000, 1000, 1000, 10] and count.live == 8_080
     del c, d
     assert count.live == 0
@@ -51,9 +53,9 @@ def test_the_interval_is_students(n, quantile):
     values = [float(i % 2) for i in range(n)]
     mean = sum(values) / n
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    assert bench.interval(values) == pytest.approx(
+    assert bench.mean_error(values, student=True) == pytest.approx(
         (mean, quantile * deviation / math.sqrt(n)), rel=1e-4)
-    assert bench.show([1.0]) == "1.0 (n/a)"
+    assert bench.show([1.0], "+", 1, student=True) == "+1.0 (n/a)"
 
 
 # ---- the claims ----------------------------------------------------------------------------------
@@ -69,7 +71,7 @@ def test_at_23_layers_an_adapter_is_60_operations_and_two_a_layer_and_no_pass_ov
 
 
 def test_a_pass_over_d_inner_would_be_seen():
-    """Where d_inner is d_model, the baselines make such passes: one a layer for h + W c, three AdaLN."""
+    """Where d_inner is d_model, the baselines make them: one a layer h + W c, and AdaLN three."""
     config = dataclasses.replace(NARROW, n_layer=2, expand=1, d_state=4)
     rows = bench.adapters_alone(hydra_ssm.HydraBert(config), "cpu", rounds=1)
     assert rows["inject"]["large_passes"] == 2 and rows["adaln"]["large_passes"] == 6
@@ -110,7 +112,7 @@ def test_memory_and_work_grow_with_the_length_and_no_faster():
 def small(monkeypatch):
     """The released size and the sweeps, small."""
     monkeypatch.setattr(bench, "RELEASED", dataclasses.replace(NARROW, n_layer=2))
-    monkeypatch.setattr(bench, "load_backbone",
+    monkeypatch.setattr(gpu_check, "load_backbone",
                         lambda *args: hydra_ssm.HydraBert(bench.RELEASED).requires_grad_(False))
     monkeypatch.setattr(bench, "LENGTHS", (64, 128))
     monkeypatch.setattr(bench, "DEPTHS", (1, 2))
@@ -125,7 +127,6 @@ def test_a_run_measures_every_variant_and_draws_and_writes_its_tables(tmp_path, 
         assert row["total"] == total and (row["added"] > 0) == (name != "frozen")
         assert all(len(row["ms"][l]) == len(row["overhead"][l]) == 2 for l in (16, 24))
         assert row["mib"][16] < row["mib"][24]
-    assert result["cost"]["frozen"]["overhead"] == {16: [0, 0], 24: [0, 0]}
     assert {"frozen", "inject", "adaln", "dct", "dct, all t at once"} < result["cost"].keys()
     for both in result["training"].values():
         for row in both.values():
@@ -143,20 +144,20 @@ def test_a_run_measures_every_variant_and_draws_and_writes_its_tables(tmp_path, 
 
 
 def test_overheads_are_of_passes_timed_one_after_the_other(monkeypatch, small):
-    """A clock that slows down by itself: each pass of 9 variants is 5 ms slower than the last. A
-    paired ratio hardly notices, and a variant that takes 50 % more has 50 % of overhead."""
+    """A clock on which each pass takes 2 % more than the one before: a variant is charged with one
+    such step, wherever in the round it stands, and AdaLN with the 50 % that it takes besides."""
     now, calls = [100.0], []
 
     def milliseconds(function, device):
         calls.append(function)
-        now[0] += 5 / 9
-        return now[0] * (1.5 if len(calls) % 9 == 3 else 1)  # the third: adaln
+        now[0] *= 1.02
+        return now[0] * (1.5 if len(calls) % 18 == 6 else 1)  # after frozen, inject: the third pair
     monkeypatch.setattr(bench, "milliseconds", milliseconds)
     rows = bench.cost(bench.Config(length=(8,), batch=1, seeds=2, passes=3),
                       hydra_ssm.HydraBert(bench.RELEASED), "cpu")
     for name, row in rows.items():
-        assert row["overhead"][8] == pytest.approx([50 * (name == "adaln")] * 2, abs=7)
-        assert row["ms"][8][1] > row["ms"][8][0] + 10
+        assert row["overhead"][8] == pytest.approx([53 if name == "adaln" else 2] * 2)
+        assert row["ms"][8][1] > 1.5 * row["ms"][8][0]
 
 
 def test_the_papers_run_is_counted_as_by_hand():
@@ -167,17 +168,23 @@ def test_the_papers_run_is_counted_as_by_hand():
     assert found["tokens"] == 14_400 * 112 * 4096
     linear = 23 * 2 * (d * (2 * e + 4 * n + 2 * h) + e * h + e * d + 7 * (e + 4 * n))
     scan, head = found["scan_flop"], 2 * d * (d + v)
-    assert found["a_token"]["flop"] == pytest.approx(3 * linear + 4 * scan + 1.5 * head, rel=1e-3)
+    assert found["flop"] == pytest.approx(3 * linear + 4 * scan + 1.5 * head, rel=1e-3)
     # A chunk of 64, of each token: C B^T in two directions, one product of both with x, and states
     # in and out in two directions.
     assert scan == 23 * 2 * (2 * 64 * n + h * 64 * (64 + 4 * n))
-    assert found["a_token"]["bytes"] == pytest.approx(23 * 4 * 2.22e9 / (8 * 4096))
+    for bytes_, layer in (("bytes", 2.22e9), ("reference_bytes", 4.97e9)):
+        assert found[bytes_] == pytest.approx(23 * 4 * layer / (8 * 4096) + v / 2 * (
+            2 * (2 + 2 + 4 + 4 + 4) + 4 + 4 + 4 + 2 + 2))
+    sheet, share, reference = found["hours"].values()
     for gpu, (teraflops, terabytes) in bench.GPUS.items():
-        seconds = (found["a_token"]["flop"] / teraflops + found["a_token"]["bytes"] / terabytes)
-        one = found["tokens"] * seconds / 1e12 / 3600
-        assert found["hours"][gpu][1][0] == pytest.approx(one)
-        assert found["hours"][gpu][2][0] == pytest.approx(one / 2)
-    assert 2 < found["slower_than_roofline"] < 5
+        one = found["tokens"] * (found["flop"] / teraflops + found["bytes"] / terabytes)
+        assert sheet[gpu][1] == pytest.approx(one / 1e12 / 3600)
+        assert sheet[gpu][2] == pytest.approx(sheet[gpu][1] / 2)
+        assert share[gpu][1] == pytest.approx(sheet[gpu][1] * found["slower_than_data_sheets"])
+        assert reference[gpu][1] > 1.3 * share[gpu][1]
+    # Table 3's 267.43 ms on an A100, over compute and memory of that pass at their full rates.
+    pass_ = 8 * 4096 * ((linear + scan + head) / 312e12 + 6 * v / 2.04e12) + 23 * 4.97e9 / 2.04e12
+    assert found["slower_than_data_sheets"] == pytest.approx(0.26743 / pass_, rel=1e-3)
 
 
 @pytest.mark.parametrize("flags", (("--batch", "0"), ("--length", "0"), ("--seeds", "-1"),
@@ -208,16 +215,16 @@ def test_the_rehearsal_checks_gradients_and_times_every_adapter(tmp_path):
     result = json.loads((tmp_path / "runs" / "bench" / "result.json").read_text())["metrics"]
     assert all(0 <= error < 2e-2 for error in result["gradients"].values())
     rows = {row["what"]: row for row in result["times"]}
-    assert {f"model, {name}" for name in bench.KERNELS} < rows.keys()
+    assert {f"model, {name}" for name in gpu_check.KERNELS} < rows.keys()
     assert all(row["forward_ms"] > 0 for row in rows.values())
     assert {name for name, row in rows.items() if "both_ms" not in row} == {"model, none"}
 
 
 def test_a_wrong_scan_ends_the_check_before_any_time(monkeypatch):
-    monkeypatch.setattr(chunk_scan, "bidirectional_scan",
-                        lambda *inputs: chunk_scan.chunked_scan(*inputs, 64) * 1.001)
+    monkeypatch.setattr(gpu_check, "bidirectional_scan",
+                        lambda *inputs: gpu_check.chunked_scan(*inputs, 64) * 1.001)
     with pytest.raises(common.UserError, match="the scan is wrong in torch.float32"):
-        bench.gpu_check("cpu", 42)
+        gpu_check.check("cpu", 42)
 
 
 def nbytes(*tensors):
@@ -248,7 +255,7 @@ def test_the_bytes_of_the_docstring_are_those_of_the_shapes():
         "out_proj": nbytes(y, u),
         "residual and LayerNorm, two passes": nbytes(u, u, u, u, u)}
     steps["together"] = sum(steps.values())
-    table = dict(re.findall(r"^    (\S.*?)  +(\d\.\d\d)$", bench.__doc__, re.M))
+    table = dict(re.findall(r"^    (\S.*?)  +(\d\.\d\d)$", gpu_check.__doc__, re.M))
     assert table.keys() == steps.keys()
     for name, count in steps.items():
         assert abs(float(table[name]) - count / 1e9) < 0.006, (name, count)

@@ -437,17 +437,24 @@ def test_training_on_recall_lowers_the_loss():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_making_the_backbone_writes_the_asset(tmp_path, monkeypatch):
+@pytest.mark.parametrize("publish", (False, True))
+def test_making_the_backbone_writes_the_asset_where_it_is_published(tmp_path, monkeypatch, publish):
     monkeypatch.setattr(hrm, "BACKBONE", tmp_path / "transformer.safetensors")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"paragraph {i} says that {i * i} is a square" for i in range(999)))
-    hrm.main(hrm.Config(text=(str(text),), make_backbone=True, lr=1e-3, **SETTINGS))
-    assert hrm.Transformer(hrm.BACKBONE).embedding.weight.shape == (260, 64)
+    hrm.main(hrm.Config(text=(str(text),), make_backbone=True, lr=1e-3, publish=publish,
+                        **SETTINGS))
+    path = hrm.BACKBONE if publish else tmp_path / "runs/hrm_adapter/transformer.safetensors"
+    assert hrm.Transformer(path).embedding.weight.shape == (260, 64)
+    assert hrm.BACKBONE.exists() == publish
 
 
-def test_nonsense_settings_and_a_diverging_run_end_with_one_line():
-    for wrong in ({"steps": 0}, {"seeds": 0}, {"size": 100}, {"rank": 0}):
-        with pytest.raises(common.UserError, match="need --size"):
+def test_nonsense_settings_short_texts_and_a_diverging_run_end_with_one_line(tmp_path):
+    (tmp_path / "short.txt").write_text("\n\n".join(f"line {i}" for i in range(200)))
+    for wrong, said in (({"seeds": 16}, "at most 15"), ({"size": 100}, "size from 512"),
+                        ({"text": (str(tmp_path / "short.txt"),)}, "need 1024 of each")):
+        with pytest.raises(common.UserError, match=said):
             hrm.main(hrm.Config(**wrong))
     model, text = hrm.Transformer(hrm.BACKBONE), torch.randint(97, 123, (2000,))
     adapter = hrm.HRM(64, 2)
@@ -455,3 +462,11 @@ def test_nonsense_settings_and_a_diverging_run_end_with_one_line():
     with pytest.raises(common.UserError, match="step 1: the loss is nan"):
         with hrm.inserted(model, {"layers.0.mlp": adapter}):
             hrm.train(model, list(adapter.parameters()), "recall", text, hrm.Config(**SETTINGS), 0)
+
+
+def test_a_site_that_the_model_never_calls_is_refused():
+    """torch.nn.MultiheadAttention reads the weight of its out_proj and never calls it."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    with pytest.raises(common.UserError, match="never calls 'self_attn.out_proj'"):
+        with hrm.inserted(layer, {"self_attn.out_proj": hrm.HRM(8, 2)}):
+            layer(torch.randn(1, 5, 8))

@@ -12,7 +12,7 @@ from helpers import ROOT
 READING_ORDER = (
     "common", "chunk_scan_triton", "chunk_scan", "text", "hydra_ssm", "mark_adapters", "cart",
     "data", "checkpoint", "pretrain", "evaluate", "sample", "train", "study", "certify",
-    "hrm_adapter", "markov", "synth_lpv", "bench")
+    "hrm_adapter", "markov", "synth_lpv", "gpu_check", "bench")
 FILES = sorted(ROOT.glob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("*.py"))
 MACHINE = re.compile(r"(?<![\w.])/(home|root|work|mnt|Users|scratch)/\w+|\.\./shared")

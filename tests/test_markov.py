@@ -253,8 +253,9 @@ def test_the_table_reads_the_right_times_and_lags():
     profiles = [[v * (1 + i) if k == at_1024 else v for k, v in enumerate(curve)] for i in range(5)]
     far = [[abs(i - j) / 10 for j in range(6)] for i in range(6)]
     found = {"distance": far, "profile": profiles, "profile_frozen": [2 * v for v in curve],
-             "half_life": [[3.0, 8.0], [5.0, 2.0], [4.0, 4.0]], "half_life_frozen": [4.0, 4.0]}
-    row = "| x | 0.200 (0.400) | 0.300 | 0.50 to 2.00 | 0.50 | 1.50 | 2.50 |"
+             "half_life": [[3.0, 8.0], [5.0, 2.0], [4.0, 4.0]], "half_life_frozen": [4.0, 4.0],
+             "hankel": [1.0, 2.0, 3.0, 4.0, 6.0, 5.0]}
+    row = "| x | 0.200 (0.400) | 0.300 | 0.50 to 2.00 | 0.20 | 1.20 | 0.50 | 1.50 | 2.50 |"
     assert row in markov.table({"x": found})
 
 

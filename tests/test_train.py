@@ -335,8 +335,10 @@ def test_a_restart_by_torchrun_resumes_its_own_run_and_no_other(work, whole, mon
     assert run.status == 0 and "resumed at step 3" in run.out
     assert_equal(adapter_of(work, "restarted"), adapter_of(work, "whole"))
     path = work / "runs/restarted/config.json"
-    path.write_text(path.read_text().replace(f'"parent": {os.getppid()}', '"parent": 1'))
-    refused(command("train.py", *settings), "--resume", "--overwrite")
+    config = json.loads(path.read_text())
+    for other in ([1, None], [os.getppid(), "1"]):  # another process, and an older one of its number
+        path.write_text(json.dumps({**config, "parent": other}))
+        refused(command("train.py", *settings), "--resume", "--overwrite")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(work):
@@ -461,7 +463,7 @@ def test_a_run_leaves_its_files_and_says_what_was_gained_and_what_is_next(work, 
     assert result["tokens"] == 6 * 4 * 24
     last = whole.out.strip().splitlines()[-1]
     assert last.startswith("chebyshev: ")
-    assert "next: python evaluate.py --adapter runs/whole" in last
+    assert f"next: python evaluate.py --adapter {os.path.relpath(work / 'runs/whole')}" in last
     assert whole.out.startswith("-----") and "masked" in whole.out and not whole.err
 
 
