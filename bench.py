@@ -53,7 +53,7 @@ class Config:
     weights: str = "small"                 # backbone: "small", a path, or "random": released size
     mlp_dim: int = 64                      # of the adapters; 256 in the paper
     batch: int = 8
-    length: tuple[int, ...] = (128, 512)
+    length: tuple[int, ...] = (64, 256)
     seeds: int = 5
     passes: int = 3                        # of each variant, for each seed
     device: str = "auto"                   # "auto", "cpu" or "cuda"
