@@ -115,8 +115,24 @@ def rehearsal():
          f"{m['seconds']:.0f} s"])
 
 
+def bench(name):
+    return lambda: result("bench/laptop")["metrics"]["tables"][name]
+
+
+def second(name):
+    """Of the HRM adapters; of the two rules of compression the one that cuts something."""
+    def table():
+        import hrm_adapter  # here: most of the tables need none of the scripts
+        metrics = result("hrm_adapter/small")["metrics"]
+        found = hrm_adapter.tables(metrics["rows"], metrics["cost_ms"])[name]
+        return "\n".join(line for line in found.splitlines() if "| bound 0.01 |" not in line)
+    return table
+
+
 TABLES = {f.__name__: f for f in (backbone, scores, differences, spread, certificate, memory,
                                   recovery, sampling, samples, study, scan, kernels, rehearsal)}
+TABLES |= {name: bench(name) for name in ("cost", "alone", "training", "scaling", "plan")}
+TABLES |= {"hrm": second("table"), "compression": second("compression"), "hrm_cost": second("cost")}
 
 
 def with_tables(text):
@@ -169,6 +185,13 @@ def test_every_file_function_and_figure_that_it_names_exists():
             for name in names:
                 scope = next((node for node in scope.body if name in names_of(node)), None)
                 assert scope is not None, dotted
+
+
+def test_every_test_that_the_table_of_faults_names_exists():
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "tests/README.md").read_text())
+    assert len(named) > 40
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
 
 
 def test_every_flag_that_it_shows_exists():
