@@ -336,7 +336,7 @@ def test_a_restart_by_torchrun_resumes_its_own_run_and_no_other(work, whole, mon
     assert_equal(adapter_of(work, "restarted"), adapter_of(work, "whole"))
     path = work / "runs/restarted/config.json"
     config = json.loads(path.read_text())
-    for other in ([1, None], [os.getppid(), "1"]):  # another process, and an older one of its number
+    for other in ([1, None], [os.getppid(), "1"]):  # another process, an older one of its number
         path.write_text(json.dumps({**config, "parent": other}))
         refused(command("train.py", *settings), "--resume", "--overwrite")
 
