@@ -45,7 +45,7 @@ class Forks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.log = self.folder / f"{port}.log"
-        self.log.unlink(missing_ok=True)
+        self.log.write_text("")  # now: a rank may be killed before it opens it
         job = {"argv": list(map(str, argv)), "ranks": ranks, "root": str(self.folder), "port": port,
                "log": str(self.log), "fault": fault}
         self.process.stdin.write(json.dumps(job) + "\n")
