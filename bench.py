@@ -33,11 +33,11 @@ from cart import cart_loss, cart_weights, masked_cross_entropy
 from evaluate import mean_error, show
 from gpu_check import check, make_model, milliseconds
 from hydra_ssm import HydraBert, HydraConfig, Modulation
-from mark_adapters import adapter_size, make_adapter
+from mark_adapters import GEOMETRIES, adapter_size, make_adapter
 from sample import at
 from train import PRESETS as RUNS
 
-GEOMETRIES, BASELINES = ("hypernet", "chebyshev", "dct"), ("inject", "adaln")
+BASELINES = ("inject", "adaln")                                     # beside the GEOMETRIES
 LENGTHS, DEPTHS = (512, 1024, 2048, 4096, 8192), (2, 4, 8, 16)      # of the scaling
 TIMES = 64                                                          # of a sampler's grid
 RELEASED = HydraConfig()
@@ -374,10 +374,11 @@ def draw(result, path):
 
 def measure(cfg, model, device):
     """Everything but the GPU check, with the tables of it."""
+    shipped = model if cfg.weights == "small" else make_model("small", device)
     released = model if cfg.weights == "random" else make_model(RELEASED, device)
     result = {"cost": cost(cfg, model, device), "alone": adapters_alone(released, device)}
     result["training"] = {
-        "shipped": training(make_model("small", device), 16, 128, 64),
+        "shipped": training(shipped, 16, 128, 64),
         "released size": training(released, *((1, 256) if device == "cpu" else (4, 4096)), 256,
                                   rounds=1)}
     result |= {"scaling": scaling(model, device), "plan": plan()}

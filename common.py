@@ -134,6 +134,13 @@ def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
+def check_finite(step, loss, norm, advice):
+    """Raise UserError, which names the step, unless the loss and the gradient norm are finite."""
+    if not (torch.isfinite(loss) and torch.isfinite(norm)):
+        raise UserError(f"step {step}: the loss is {loss.item()}, the gradient norm {norm.item()}; "
+                        f"{advice}")
+
+
 def environment():
     """Commit, versions and hardware: what a published number needs beside it."""
     def git(*args):

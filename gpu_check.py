@@ -5,7 +5,7 @@ Last line: "gpu check: (b, l) = (1, 512) takes NN ms frozen, on cuda"
 
 What one layer moves forward at (b, l) = (8, 4096) in bfloat16, weights (15 MB) left out. A step
 reads what it needs and writes what it makes once; what is read again at once (B and C by each head,
-the rows around a row) comes from a cache. tests/test_bench.py counts it from shapes.
+the rows around a row) comes from a cache. tests/test_gpu_check.py counts it from shapes.
 
     step                                      GB
     in_proj                                 0.27

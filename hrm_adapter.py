@@ -285,9 +285,7 @@ def train(model, parameters, task, text, cfg, seed, bf16=False):
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            raise common.UserError(f"step {step + 1}: the loss is {loss}, the gradient norm "
-                                   f"{norm}; lower --lr or --gate")
+        common.check_finite(step + 1, loss, norm, "lower --lr or --gate")
         optimizer.step()
 
 

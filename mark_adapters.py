@@ -39,6 +39,7 @@ BETA_A_MAX = 0.5             # Table 8: the one bound that the stability certifi
 MAGNITUDE = 0.2              # Table 8: where every magnitude starts
 MLP_GAIN, C_GAIN = 1.8, 1.4  # of init="keep": the spread over t survives the SiLU layers
 MAGNITUDES = ("A", "dt", "D", "B_scale", "B_shift", "C_scale", "C_shift")
+GEOMETRIES = ("hypernet", "chebyshev", "dct")
 PUBLISHED = {"hypernet": 6.27, "chebyshev": 10.97, "dct": 7.07, "inject": 2.28, "adaln": 6.84}
 
 
@@ -412,7 +413,7 @@ class Config:
 
 def budgets(config):
     """[(kernel, n_shifts, size)]: the geometries with 12 and 24 shifts, then the baselines."""
-    rows = [(kernel, n) for n in (12, 24) for kernel in ("hypernet", "chebyshev", "dct")]
+    rows = [(kernel, n) for n in (12, 24) for kernel in GEOMETRIES]
     rows += [(kernel, None) for kernel in ("inject", "adaln", "lora")]
     with torch.device("meta"):                                         # shapes alone
         return [(kernel, n, adapter_size(make_adapter(kernel, config, n_shifts=n, init="default")))
@@ -456,7 +457,7 @@ def main(cfg):
          "-" if n_shifts == 24 else PUBLISHED.get(kernel, "-")]
         for kernel, n_shifts, size in rows)))
 
-    adapters = [make_adapter(kernel, config) for kernel in ("hypernet", "chebyshev", "dct")]
+    adapters = [make_adapter(kernel, config) for kernel in GEOMETRIES]
     result = {"sizes": [dict(zip(("kernel", "n_shifts", "size"), row)) for row in rows],
               "hidden_spread": {a.kernel: modulation_spread(a)["hidden"] for a in adapters}}
     print("\nstandard deviation of h over t at the start: "

@@ -147,9 +147,7 @@ def main(cfg):
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if not (torch.isfinite(loss) and torch.isfinite(norm)):
-                raise common.UserError(f"step {step + 1}: the loss is {loss.item()}, the gradient "
-                                       f"norm {norm.item()}; lower --lr and start again")
+            common.check_finite(step + 1, loss, norm, "lower --lr and start again")
             optimizer.step()
             mean_loss = loss.item() if mean_loss is None else 0.98 * mean_loss + 0.02 * loss.item()
             if (step + 1) % 100 == 0:

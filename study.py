@@ -44,10 +44,9 @@ from checkpoint import load_adapter
 from data import held_out_split, load_corpus, named_sources
 from evaluate import CONTROLS, columns, mean_by_t, score, show
 from hydra_ssm import MODES, HydraBert, load_backbone
-from mark_adapters import adapter_size
+from mark_adapters import GEOMETRIES, adapter_size
 from text import make_tokenizer
 
-GEOMETRIES = ("hypernet", "chebyshev", "dct")
 CONDITIONERS = (*GEOMETRIES, "inject", "adaln", "lora")
 RATES = (1e-3, 2e-3, 4e-3)
 SWEEP = {"rank": (("dct", {"rank": 1}), ("dct", {"rank": 4})),
@@ -168,8 +167,8 @@ def run_cell(cell, cfg, tokenizer, corpora):
         raise common.UserError(f"{name} was stopped; its cell will be run again from the start")
     adapter, _ = load_adapter(common.ROOT / "runs" / name, model.config)
     modes = (cell.settings.get("modulate", "full"),)
-    if cell.settings.keys() == {"lr", "seed"} and cell.settings["seed"] == ABLATED:
-        modes = MODES[:-1] if cell.kernel in GEOMETRIES else modes  # Table 2 by masking
+    if cell in [Cell(k, {"lr": cell.settings["lr"], "seed": ABLATED}) for k in GEOMETRIES]:
+        modes = MODES[:-1]  # Table 2 by masking
     trained = time.time() - began
     scores = score(model, {"": adapter}, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds,
                    modes=modes)

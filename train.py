@@ -180,10 +180,8 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             dist.all_reduce(total)
         norm = torch.nn.utils.clip_grad_norm_(
             [p for group in optimizer.param_groups for p in group["params"]], cfg.clip)
-        if not (torch.isfinite(total) and torch.isfinite(norm)):
-            raise common.UserError(
-                f"step {step + 1}: the loss is {total.item()}, the gradient norm {norm.item()}; "
-                "the last checkpoint is intact: start again with a lower --lr")
+        common.check_finite(step + 1, total, norm, "the last checkpoint is intact: start again "
+                            "with a lower --lr")
         optimizer.step()
         after_step(step + 1, {"loss": total.item(), "gradient_norm": norm.item(), "lr": group["lr"],
                               "masked": int(count)}, stop)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cart
+from bench import Count
 from common import UserError
 
 F64 = torch.float64
@@ -255,29 +255,17 @@ def test_chunks_change_neither_values_nor_gradients(rows, frozen):
         assert torch.equal(cart.masked_cross_entropy(hidden, targets, head, chunk=8), ce)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor any operation returned."""
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
-
-
 def test_no_tensor_holds_more_than_one_chunk_of_logits_and_none_is_kept_for_backward():
     rows, v, chunk = 100, 500, 16
     head = make_head(v=v, dtype=torch.float32).requires_grad_(False)
     hidden = torch.randn(rows, 6, generator=generator(), requires_grad=True)
     kept = []
-    with LargestTensor() as largest, torch.autograd.graph.saved_tensors_hooks(
+    with Count() as count, torch.autograd.graph.saved_tensors_hooks(
             lambda x: kept.append(x.numel()) or x, lambda x: x):
         ce = cart.masked_cross_entropy(hidden, torch.zeros(rows, dtype=torch.int64), head, chunk)
         assert all(n < chunk * v for n in kept)
         ce.sum().backward()
-    assert largest.elements == chunk * v
+    assert max(count.sizes) == chunk * v
     assert hidden.grad.abs().sum() > 0
 
 
