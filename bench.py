@@ -312,7 +312,7 @@ def plan():
     scan = counts["aten.bmm"]
     linear = sum(counts.values()) - scan
     head = 2 * config.d_model * (config.vocab_size + config.d_model)
-    layers, reference = (config.n_layer * gb * 1e9 / (8 * 4096) for gb in (2.22, 4.97))
+    layers, reference = (config.n_layer * gb * 1e9 / (8 * 4096) for gb in (2.12, 4.97))
     # Forward, again for checkpointing, and backward: no gradient of a frozen weight, so once for a
     # linear map and twice for the scan and the bytes. Half of the tokens are masked and reach the
     # head; a logit is 48 bytes: 2 written, read, 4 for its float32, read, 4 for its logarithm, all

@@ -324,7 +324,12 @@ backward_op = torch.library.custom_op("mark::scan_backward", run_backward, mutat
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"))
 scan_op.register_fake(empty_outputs)
 backward_op.register_fake(empty_gradients)
-scan_op.register_autograd(
-    lambda ctx, g, *_: backward_op(g.contiguous(), *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(
-        inputs[0], *inputs[2:], *output[1:]))
+
+
+def keep(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # or zeros of the size of the states would be written
+    ctx.save_for_backward(inputs[0], *inputs[2:], *output[1:])
+
+
+scan_op.register_autograd(lambda ctx, g, *_: backward_op(g.contiguous(), *ctx.saved_tensors),
+                          setup_context=keep)

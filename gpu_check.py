@@ -16,12 +16,12 @@ the rows around a row) comes from a cache. tests/test_gpu_check.py counts it fro
     scan: y                                 0.43
     norm and gate, one pass                 0.30
     out_proj                                0.15
-    residual and LayerNorm, two passes      0.25
-    together                                2.22
+    residual and LayerNorm, one pass        0.15
+    together                                2.12
 
 The reference Hydra moves 4.97 GB, 2.27 of them in flips, concatenations, rolls and repeats, none of
-which is left. Between this and 1.95 GB, all fused, are D's own pass over x, the second pass of
-the LayerNorm, and x read once for each direction's states.
+which is left. Between this and 1.95 GB, all fused, are D's own pass over x, and x read once for
+each direction's states.
 
 Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians over the rounds
 Differs from the paper: this compares implementations on one input in one run; Table 3's protocol is

@@ -137,6 +137,11 @@ def _gated_norm(y, z, weight):
     return F.rms_norm(y, weight.shape, weight, eps=1e-5) * F.silu(z)
 
 
+@_fused
+def _add_norm(h, out, weight, bias):
+    return F.layer_norm(h + out, weight.shape, weight, bias, eps=1e-5)
+
+
 class Mixer(nn.Module):
     """Hydra's quasiseparable mixer: one A_log, dt_bias and D per head, for both directions."""
 
@@ -211,7 +216,7 @@ class Layer(nn.Module):
         out = self.mixer(u, op, mask)
         if op.out_gate is not None:
             out = out * (1 + op.out_gate)
-        return self.norm(h + out)
+        return _add_norm(h, out, self.norm.weight, self.norm.bias)
 
 
 class HydraBert(nn.Module):

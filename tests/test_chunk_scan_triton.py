@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 INTERPRETED, GPU = os.environ.get("TRITON_INTERPRET") == "1", torch.cuda.is_available()
 if INTERPRETED:
@@ -222,6 +223,18 @@ class TestKernels:
         inputs[2] = inputs[2].detach().expand(1, 2).contiguous().requires_grad_()
         torch.library.opcheck(chunk_scan_triton.scan_op, inputs, test_utils=(
             "test_schema", "test_autograd_registration", "test_faketensor"))
+
+    def test_the_backward_pass_writes_no_zeros_for_the_gradients_of_saved_states(self):
+        leaves, seen = [v.requires_grad_() for v in cast(inputs_of(5), torch.float32).values()], []
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(func.name())
+                return func(*args, **(kwargs or {}))
+        y = chunk_scan_triton.scan(*leaves)
+        with Record():
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+        assert "mark::scan_backward" in seen and "aten::zeros" not in seen
 
     @pytest.mark.skipif(not GPU or INTERPRETED, reason="needs a GPU")
     def test_what_the_kernels_do_not_take_goes_to_pytorch(self):

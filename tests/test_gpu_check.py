@@ -69,7 +69,7 @@ def test_the_bytes_of_the_docstring_are_those_of_the_shapes():
         "scan: y": nbytes(x, B, C, D, rows, states, y),
         "norm and gate, one pass": nbytes(y, z, y),
         "out_proj": nbytes(y, u),
-        "residual and LayerNorm, two passes": nbytes(u, u, u, u, u)}
+        "residual and LayerNorm, one pass": nbytes(u, u, u)}
     steps["together"] = sum(steps.values())
     table = dict(re.findall(r"^    (\S.*?)  +(\d\.\d\d)$", gpu_check.__doc__, re.M))
     assert table.keys() == steps.keys()
@@ -113,9 +113,11 @@ def test_what_torch_compile_makes_of_the_fused_steps_is_the_same_at_any_length()
     """The GPU's formulas, compiled for the CPU; the mixer asks for them on a GPU alone."""
     if not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
-    conv, norm = (torch.compile(step.__wrapped__, dynamic=True, fullgraph=True)
-                  for step in (hydra_ssm._conv_silu, hydra_ssm._gated_norm))
+    conv, norm, add_norm = (
+        torch.compile(step.__wrapped__, dynamic=True, fullgraph=True)
+        for step in (hydra_ssm._conv_silu, hydra_ssm._gated_norm, hydra_ssm._add_norm))
     for l in (40, 77):
         x, z, (weight, bias) = layer_inputs(l, dtype=torch.float32)
         assert_same(conv(x, weight, bias), hydra_ssm._conv_silu(x, weight, bias), (x,), 1e-4)
         assert_same(norm(x, z, bias), hydra_ssm._gated_norm(x, z, bias), (x, z), 1e-4)
+        assert_same(add_norm(x, z, bias, bias), hydra_ssm._add_norm(x, z, bias, bias), (x, z), 1e-4)
