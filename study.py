@@ -42,7 +42,7 @@ import common
 import train
 from checkpoint import load_adapter
 from data import held_out_split, load_corpus, named_sources
-from evaluate import CONTROLS, columns, mean_by_t, score, show
+from evaluate import BINS, CONTROLS, columns, mean_by_t, mean_error, score, show
 from hydra_ssm import MODES, HydraBert, load_backbone
 from mark_adapters import GEOMETRIES, adapter_size
 from text import make_tokenizer
@@ -100,7 +100,7 @@ def cells(group, results):
     if group == "init":
         return [best(k, init="default", mlp_norm=False) for k in GEOMETRIES]
     if group == "hole":
-        return [best(k, t_hole=(0.4, 0.6)) for k in CONDITIONERS]
+        return [without_middle(best(k)) for k in CONDITIONERS]
     if group == "sliced":
         return [best(k, sliced=True) for k in CONDITIONERS]
     return [best(k, **settings) for k, settings in itertools.chain(*SWEEP.values())]
@@ -236,10 +236,8 @@ def conditioning_tables(results):
                  for ending in CONTROLS[1:]]
         rough = [sum(v[0] for v in found.values()) / (sum(v[1] for v in found.values()) or 1)
                  for found in (results[cell.name]["roughness"] for cell in group)]
-        holed = Cell(kernel, {**group[0].settings, "t_hole": (0.4, 0.6)})
         uses.append([kernel, *costs, show(rough, digits=1) if any(rough) else "reads no t",
-                     f"{hole_cost(results, holed, group[0]):+.4f}" if holed.name in results
-                     else ""])
+                     f"{hole_cost(results, group[0]):+.4f}" if finished(results, "hole") else ""])
     head = ["conditioner", "parameters", "best rate", "training seeds", *sets, "Avg."]
     return {"gain over frozen, ELBO in nats per token": common.markdown(head, *gains),
             "what t is worth, nats per token, and how rough the modulation is": common.markdown(
@@ -248,54 +246,70 @@ def conditioning_tables(results):
                  "cost at 0.4 < t < 0.6 of never training there (one seed)"], *uses)}
 
 
-def hole_cost(results, holed, whole):
-    """Nats per masked token, in the two bins of t that `holed` never trained in."""
+def without_middle(cell):
+    """The Cell of the same settings that never trains at 0.4 < t < 0.6."""
+    return Cell(cell.kernel, {**cell.settings, "t_hole": (0.4, 0.6)})
+
+
+def hole_cost(results, cell):
+    """Nats per masked token, in the two bins of t where `without_middle` never trained."""
     def middle(cell):
         return mean_by_t(tested(results, cell), "")[4:6].mean().item()
-    return middle(holed) - middle(whole)
+    return middle(without_middle(cell)) - middle(cell)
+
+
+def ablated(results, kernel, how):
+    """Table 2, how "masked" or "retrained": of each of MODES but "none" the gain in ELBO, Avg.,
+    one value per evaluation seed.
+    """
+    full = Cell(kernel, {"lr": best_rate(kernel, results), "seed": ABLATED})
+    if how == "masked":
+        found = [(full, "" if mode == "full" else f", {mode}") for mode in MODES[:-1]]
+    else:
+        found = [(Cell(kernel, full.settings | ({"modulate": mode} if mode != "full" else {})), "")
+                 for mode in MODES[:-1]]
+    return [against(results, cell, row)[-1] for cell, row in found]
 
 
 def ablation_table(results):
-    """Table 2 by masking one trained adapter and by retraining: gain in ELBO, Avg."""
-    rows = []
-    for kernel, how in itertools.product(GEOMETRIES, ("masked", "retrained")):
-        full = Cell(kernel, {"lr": best_rate(kernel, results), "seed": ABLATED})
-        row = []
-        for mode in MODES[:-1]:
-            cell = full if mode == "full" or how == "masked" else Cell(
-                kernel, {**full.settings, "modulate": mode})
-            name = "" if mode == "full" or how == "retrained" else f", {mode}"
-            row.append(show(against(results, cell, name)[-1], "+"))
-        rows.append([kernel, how, *row])
+    """Table 2 by masking one trained adapter and by retraining."""
+    rows = [[kernel, how, *(show(values, "+") for values in ablated(results, kernel, how))]
+            for kernel, how in itertools.product(GEOMETRIES, ("masked", "retrained"))]
     return {"Table 2: gain over frozen (none), average of the test sets, one training seed":
             common.markdown(["conditioner", "others are", *MODES[:-1]], *rows)}
 
 
 def one_at_a_time(results, group, title):
-    """Of each cell of a group: its settings, its gain, and that of the same without them."""
+    """Of each cell of a group: its settings, and what it gains beside the same without them."""
     rows = []
     for cell in cells(group, results):
         base = trained_seeds(results, cell.kernel)[0]
-        changed = ", ".join(f"{k} {v}" for k, v in cell.settings.items()
-                            if base.settings.get(k) != v)
-        rows.append([cell.kernel, changed or "sliced backbone",
-                     f"{results[cell.name]['size']:,}", *(show(values, "+") for values in (
-                         against(results, cell)[-1], against(results, base)[-1],
-                         against(results, cell, "", (cell, CONTROLS[1]))[-1]))])
+        rows.append([cell.kernel, changed(cell, base), f"{results[cell.name]['size']:,}",
+                     *(show(against(results, one)[-1], "+") for one in (cell, base)),
+                     *(show(against(results, one, "", (one, CONTROLS[1]))[-1], "+")
+                       for one in (cell, base))])
     return {f"{title}, one training seed": common.markdown(
-        ["conditioner", "changed", "parameters", "gain over frozen, Avg.",
-         "gain of the unchanged", "cost of a shuffled t"], *rows)}
+        ["conditioner", "changed", "parameters", "gain over frozen, Avg.", "of the unchanged",
+         "cost of a shuffled t", "of the unchanged"], *rows)}
+
+
+def changed(cell, base):
+    """The settings of `cell` that `base` does not share, as text."""
+    return ", ".join(f"{k} {v}" for k, v in cell.settings.items()
+                     if base.settings.get(k) != v) or "sliced backbone"
 
 
 def frozen_table(results):
-    """What the slicing alone costs."""
-    rows = []
-    for sliced, row in ((False, "uniform"), (False, "unigram"), (False, "frozen"),
-                        (True, "frozen")):
-        scores = tested(results, Cell("none", {}, sliced))
-        rows.append(["sliced, frozen" if sliced else row, *(
-            show(values, digits=3) for values in columns(scores, "cart", row))])
-    return {"CART masked_mean, nats": common.markdown(["", *scores, "Avg."], *rows)}
+    """What the slicing alone costs, and how much of that each conditioner wins back."""
+    whole, sliced = Cell("none", {}), Cell("none", {}, sliced=True)
+    rows = [(row, whole, row) for row in ("uniform", "unigram", "frozen")]
+    rows.append(("sliced, frozen", sliced, "frozen"))
+    if finished(results, "sliced"):
+        rows += [(f"sliced, {cell.kernel}", cell, "") for cell in cells("sliced", results)]
+    carts = ((name, columns(tested(results, cell), "cart", row)) for name, cell, row in rows)
+    return {"CART masked_mean, nats": common.markdown(
+        ["", *tested(results, whole), "Avg."],
+        *([name, *(show(values, digits=3) for values in found)] for name, found in carts))}
 
 
 def tables(results):
@@ -314,6 +328,63 @@ def tables(results):
     return found
 
 
+def draw(results, path):
+    """What conditioners gain and make of t, and a panel for each further group that is complete."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(14, 7.5), layout="constrained")
+    (gains, costs, by_t), (ablation, hole, sweep) = figure.subplots(2, 3)
+    bins = [(k + 0.5) / BINS for k in range(BINS)]
+    frozen = mean_by_t(tested(results, Cell("none", {})), "frozen")
+
+    def dot(ax, x, values, kernel, marker="o", filled=True):
+        ax.errorbar(x, *([v] for v in mean_error(values)), fmt=marker, ms=5, lw=1, capsize=3,
+                    color=f"C{CONDITIONERS.index(kernel)}", mfc=None if filled else "none")
+
+    for x, kernel in enumerate(CONDITIONERS):
+        group = trained_seeds(results, kernel)
+        shuffled, constant = (over_training_seeds(results, group, "", ending)[-1]
+                              for ending in CONTROLS[1:])
+        dot(gains, x, over_training_seeds(results, group)[-1], kernel)
+        dot(costs, x - 0.1, shuffled, kernel)
+        dot(costs, x + 0.1, constant, kernel, "x")
+        curves = [mean_by_t(tested(results, cell), "") for cell in group]
+        by_t.plot(bins, frozen - torch.stack(curves).mean(0), "o-", ms=3, label=kernel)
+        if finished(results, "hole"):
+            holed = mean_by_t(tested(results, without_middle(group[0])), "")
+            hole.plot(bins, holed - curves[0], "o-", ms=3)
+    if finished(results, "seeds", "ablation"):
+        for i, (kernel, how) in enumerate(itertools.product(GEOMETRIES, ("masked", "retrained"))):
+            for x, values in enumerate(ablated(results, kernel, how)):
+                dot(ablation, x + 0.13 * (i - 2.5), values, kernel, filled=how == "retrained")
+    one = [cell for group in ("init", "sweep") if finished(results, group)
+           for cell in cells(group, results)]
+    bases = [trained_seeds(results, cell.kernel)[0] for cell in one]
+    for x, (cell, base) in enumerate(zip(one, bases)):
+        both = zip(against(results, cell)[-1], against(results, base)[-1])
+        dot(sweep, x, [a - b for a, b in both], cell.kernel)
+
+    nats, masked = "nats per token", "nats per masked token"
+    for ax, names, unit, title in (
+            (gains, CONDITIONERS, nats, "gain over frozen"),
+            (costs, CONDITIONERS, nats, "cost of a shuffled (dots) and of a constant t (crosses)"),
+            (by_t, None, masked, "gain over frozen, by t"),
+            (ablation, MODES[:-1], nats, "Table 2 by masking (hollow) and by retraining"),
+            (hole, None, masked, "cost of no training at 0.4 < t < 0.6, by t"),
+            (sweep, list(map(changed, one, bases)), nats, "gain less that of the unchanged")):
+        if names is not None:
+            ax.set_xticks(range(len(names)), names, fontsize=8)
+        ax.set_title(title, fontsize=10)
+        ax.set_ylabel(unit, fontsize=8)
+        ax.axhline(0, color="k", lw=0.8)
+    for ax in (ablation, sweep):
+        ax.tick_params("x", rotation=45)
+        for label in ax.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")
+    hole.axvspan(0.4, 0.6, color="0.93")
+    by_t.legend(fontsize=8)
+    common.save_figure(figure, path)
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -328,6 +399,7 @@ class Config:
     windows: int = 40             # of each test set, per evaluation seed
     seeds: int = 5                # evaluation seeds
     hours: float = 24.0           # start no cell after this time
+    publish: bool = False         # draw into figures/ in place of runs/study/
     seed: int = 42
 
 
@@ -361,6 +433,10 @@ def main(cfg):
         common.log("no group of cells is complete: see --run")
     for title, table in found.items():
         common.log(f"\n{title}\n\n{table}")
+    if finished(read_results(), "frozen", "rates"):
+        path = common.ROOT / ("figures" if cfg.publish else "runs/study") / "comparisons.png"
+        draw(read_results(), path)
+        common.log(f"wrote {path.relative_to(common.ROOT)}")
     return found
 
 
