@@ -13,7 +13,7 @@ file exists is never run again, so a run can be stopped and continued at any poi
     seeds    each conditioner at its best rate, four more training seeds
     ablation Table 2 by retraining, seed 142; a geometry's cell of that seed in `seeds` holds
              Table 2 as the paper has it, by masking the trained adapter
-    init     the geometries with PyTorch's default start and without the norm in their MLP
+    init     PyTorch's default start, and the geometries without the norm in their MLP
     hole     0.4 < t < 0.6 left out of training: does a smooth basis fill the gap?
     sliced   the conditioners on the backbone as the paper's public code loads it
     sweep    rank, degree, frequencies, CART p and bounds, one at a time
@@ -98,7 +98,8 @@ def cells(group, results):
     if group == "ablation":
         return [best(k, modulate=mode, seed=ABLATED) for mode in MODES[1:-1] for k in GEOMETRIES]
     if group == "init":
-        return [best(k, init="default", mlp_norm=False) for k in GEOMETRIES]
+        return ([best(k, init="default", mlp_norm=False) for k in GEOMETRIES]
+                + [best(k, init="default") for k in ("inject", "adaln")])
     if group == "hole":
         return [without_middle(best(k)) for k in CONDITIONERS]
     if group == "sliced":
@@ -321,7 +322,7 @@ def tables(results):
         found |= conditioning_tables(results)
         if finished(results, "seeds", "ablation"):
             found |= ablation_table(results)
-        for group, title in (("init", "default start, no norm"), ("sliced", "the sliced backbone"),
+        for group, title in (("init", "PyTorch's default start"), ("sliced", "the sliced backbone"),
                              ("sweep", "one setting at a time")):
             if finished(results, group):
                 found |= one_at_a_time(results, group, title)

@@ -75,7 +75,7 @@ def test_the_rate_is_chosen_on_held_out_training_text_alone():
 def test_the_groups_are_what_the_docstring_says():
     results = every_cell()
     count = {group: len(study.cells(group, results)) for group in study.GROUPS}
-    assert count == {"frozen": 2, "rates": 18, "seeds": 24, "ablation": 18, "init": 3, "hole": 6,
+    assert count == {"frozen": 2, "rates": 18, "seeds": 24, "ablation": 18, "init": 5, "hole": 6,
                      "sliced": 6, "sweep": 9}
     modes = {cell.settings["modulate"] for cell in study.cells("ablation", results)}
     assert modes == {"all-except-A", "A", "dt", "BC", "D", "all-except-dt"}
@@ -243,7 +243,7 @@ def test_the_figure_shows_the_numbers_of_the_tables(monkeypatch, tmp_path):
     masked, retrained = np.array(dots("Table 2")).reshape(3, 2, 7).swapaxes(0, 1)
     assert retrained[:, 2] == pytest.approx(0.24858) and retrained[:, 1] == pytest.approx(0.29858)
     assert masked[:, :3] == pytest.approx(np.array([[0.29858, -0.00142, -0.10142]] * 3))
-    assert dots("gain less") == pytest.approx([0] * 12)
+    assert dots("gain less") == pytest.approx([0] * 14)
     hole = [line.get_ydata() for line in panels["cost of no training at 0.4 < t < 0.6, by t"].lines]
     assert len(hole) == 7 and all(line == pytest.approx([0] * 4 + [0.03] * 2 + [0] * 4, abs=1e-6)
                                   for line in hole[:6])  # the last is the zero line
