@@ -409,6 +409,9 @@ def main(cfg):
                                     else f"{cfg.out}/cost.png"))
     if cfg.publish:
         common.publish("bench", "gpu_check" if cfg.gpu_check else cfg.preset, result, cfg, env)
+    if result.get("failed"):
+        raise common.UserError(f"--gpu-check: {', '.join(result['failed'])} failed; the rows of "
+                               f"{cfg.out}/result.json say how")
     return result
 
 

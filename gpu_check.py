@@ -27,7 +27,9 @@ Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians 
 Differs from the paper: this compares implementations on one input in one run; Table 3's protocol is
           bench.py --preset paper. No GPU time has been measured yet.
 """
+import functools
 import importlib.util
+import math
 import statistics
 import time
 
@@ -125,8 +127,20 @@ def forward_and_backward(function, inputs, device, rounds=10):
     return row
 
 
+def recorded(function):
+    """`function` as a CUDA graph: one launch in place of hundreds. No gradients, no host reads."""
+    with torch.no_grad():
+        function()  # compiles first
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+    return graph.replay
+
+
 def check(device, seed):
-    """Gradients first, then the time of each scan, and of the model with each adapter."""
+    """Gradients first, then the time of each scan, and of the model with each adapter. A case that
+    fails has its error in its row, and its name in "failed": the others are worth having.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise common.UserError("--gpu-check: torch sees no CUDA GPU; --device cpu rehearses it")
     sizes, config = ((8, 4096), (1, 512)), HydraConfig()
@@ -149,12 +163,20 @@ def check(device, seed):
         cases |= {f"model, {name}": (lambda a=adapter: model.hidden(ids, a(t)),
                                      [p for p in adapter.parameters() if p.requires_grad])
                   for name, adapter in adapters.items()}
+        if device == "cuda":
+            graph = functools.cache(lambda: recorded(lambda: model.hidden(ids)))
+            cases["model, none, as a CUDA graph"] = lambda: graph()(), []
         for name, case in cases.items():
-            row = {"what": name, "batch": b, "length": l, **forward_and_backward(*case, device)}
+            row = {"what": name, "batch": b, "length": l}
+            try:
+                row |= forward_and_backward(*case, device)
+            except Exception as error:  # of any library here
+                row["failed"] = f"{type(error).__name__}: {error}"[:200]
             result["times"].append(row)
             common.log("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}"
                                  for k, v in row.items()))
             if name == "model, none":
-                frozen = f"(b, l) = ({b}, {l}) takes {row['forward_ms']:.1f} ms frozen"
-    common.log(f"gpu check: {frozen}, on {device}")
+                frozen = row.get("forward_ms", math.nan)
+    result["failed"] = [row["what"] for row in result["times"] if "failed" in row]
+    common.log(f"gpu check: (b, l) = ({b}, {l}) takes {frozen:.1f} ms frozen, on {device}")
     return result

@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 
+import bench
 import chunk_scan_triton
 import common
 import gpu_check
@@ -41,6 +42,23 @@ def test_a_wrong_scan_ends_the_check_before_any_time(monkeypatch):
                         lambda *inputs: gpu_check.chunked_scan(*inputs, 64) * 1.001)
     with pytest.raises(common.UserError, match="the scan is wrong in torch.float32"):
         gpu_check.check("cpu", 42)
+
+
+def test_a_case_that_fails_costs_no_other_its_time(monkeypatch, work):
+    real = gpu_check.forward_and_backward
+
+    def fails_on_lora(function, inputs, device):
+        if len(inputs) == 4 and inputs[0].ndim == 3:     # lora's weights
+            raise RuntimeError("out of memory\nand more")
+        return real(function, inputs, device, rounds=1)
+    monkeypatch.setattr(gpu_check, "forward_and_backward", fails_on_lora)
+    with pytest.raises(common.UserError, match="model, lora failed; the rows of runs/bench"):
+        bench.main(bench.Config(gpu_check=True, device="cpu"))
+    metrics = json.loads((work / "runs" / "bench" / "result.json").read_text())["metrics"]
+    failed = [row for row in metrics["times"] if "failed" in row]
+    assert metrics["failed"] == ["model, lora"] == [row["what"] for row in failed]
+    assert failed[0]["failed"].startswith("RuntimeError: out of memory")
+    assert all("forward_ms" in row for row in metrics["times"] if row not in failed)
 
 
 def nbytes(*tensors):
