@@ -1,9 +1,9 @@
-"""Token ids to corrupted windows (sections 2.2 and C.1): corpora, shards, counter-based noise.
+"""Token ids to corrupted windows (3.2, C.1): corpora, shards, counter-based noise.
 
 Run:      python data.py    (10 s; ends with "pack your own: python data.py --text ... --out ...")
           python data.py --text books/*.txt --out shards/ --tokenizer bytes
           python data.py --mixture paper --tokens 3.54e9 --out corpus/ --tokenizer bert-base-uncased
-Symbols:  x0       clean token ids, (l,) int64 (2.2)     l           window length, `seqlen`
+Symbols:  x0       clean token ids, (l,) int64 (3.2)     l           window length, `seqlen`
           x_t      x0 with [MASK] where masked           t           masking probability in [0, 1]
           masked   (l,) bool, where x_t is [MASK]        step, slot  a sample's place in training
 

@@ -176,7 +176,7 @@ def names_of(node):
 
 def test_every_file_function_and_figure_that_it_names_exists():
     text = README.read_text()
-    for path in re.findall(r"\]\(((?!http)[^)]+)\)|`([\w/]+\.(?:py|md|json))`", text):
+    for path in re.findall(r"\]\(((?!http|#)[^)]+)\)|`([\w/]+\.(?:py|md|json))`", text):
         assert (ROOT / (path[0] or path[1])).exists(), path
     for dotted in re.findall(r"`([a-z_]+\.\w+(?:\.\w+)?)`", text):
         module, *names = dotted.split(".")
