@@ -321,8 +321,8 @@ def main(cfg):
                 y, h = divmod(met["dt"].argmin().item(), met["dt"].shape[1])
                 common.log(f"!! {name}: Delta falls to {met['dt'].min():.1e} (layer {y}, head {h})"
                            f" and below {cfg.dt_min} in {layers} of {len(A_log)} layers, in "
-                           f"{met['share_below']:.2%} of all steps.\n!! The first three margins do "
-                           'not hold on this text; "any text" does.')
+                           f"{met['share_below']:.2%} of all steps.\n!! The first three margins "
+                           'assume what this text breaks; "any text" assumes nothing.')
     folder = common.ROOT / "runs" / "certify"
     figure = (common.ROOT / "figures" if cfg.publish else folder) / "fig1_certificate.png"
     draw(backbone, adapters, figure)

@@ -266,7 +266,8 @@ def tables(result, labels):
 
 def mean_by_t(result, row):
     """Nats per masked token in each bin of t, mean over data sets and seeds: (BINS,) tensor."""
-    return torch.tensor([scores[row]["by_t"] for scores in result.values()]).nanmean((0, 1))
+    seeds = [bins for scores in result.values() for bins in scores[row]["by_t"]]
+    return torch.tensor([[math.nan if v is None else v for v in bins] for bins in seeds]).nanmean(0)
 
 
 def draw_scores(result, labels, path):

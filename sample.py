@@ -232,10 +232,10 @@ def judge(model, adapter, tokenizer, cfg):
     per_byte = (len(corpus.ids) - corpus.n_docs) / corpus.n_bytes
     x0 = Windows(corpus, cfg.length, tokenizer.pad_id).evenly(4 * cfg.judged)
     x0 = x0[maskable_tokens(x0, tokenizer).all(-1)]  # within a document, as a sampled text is
-    if cfg.judged < 2 or cfg.length < 4 or not len(x0):
+    if cfg.judged < 2 or cfg.length < 4 or len(x0) < cfg.judged:
         raise common.UserError(f"--judge: got --judged {cfg.judged} and --length {cfg.length}, "
                                f"need at least 2 and 4; and --data holds {len(x0)} windows of that "
-                               "length, need at least 1")
+                               "length, need at least --judged")
     x0 = x0[torch.linspace(0, len(x0) - 1, cfg.judged).round().long()]                 # b l
     p = unigram_log_probs(corpus.ids, tokenizer.vocab_size, tokenizer.special_ids).exp()
     drawn = p.multinomial(x0.numel(), True, generator=noise_generator(cfg.seed)).view(x0.shape)
@@ -246,7 +246,7 @@ def judge(model, adapter, tokenizer, cfg):
     for text, steps in common.progress(cells, desc="judging"):
         order, _, how = text.partition(", ")
         ids = unmask(model, None if how == "frozen" else adapter, empty, tokenizer, steps,
-                     order=order, remask=how == "remask", seed=cfg.seed).cpu()
+                     cfg.temperature, cfg.top_p, order, how == "remask", seed=cfg.seed).cpu()
         rows.append({"text": text, "steps": steps, **score(model, ids, tokenizer, per_byte),
                      "samples": [one_line(tokenizer.decode(row)) for row in ids[:3].tolist()]})
         common.log(f"{text}, {steps} steps: {rows[-1]['samples'][0]}")

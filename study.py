@@ -2,7 +2,7 @@
 
 Run:      python study.py                     (prints the tables of results/study/, 5 seconds)
           python study.py --run rates --train TEXT ... --test NAME=TEXT ...   (minutes for a cell)
-Last line: the last row of a table
+Last line: "wrote runs/study/comparisons.png"
 
 One cell is one training of an adapter with its scores, in one file of results/study/; a cell whose
 file exists is never run again, so a run can be stopped and continued at any point. Its groups:
@@ -18,19 +18,20 @@ file exists is never run again, so a run can be stopped and continued at any poi
     sliced   the conditioners on the backbone as the paper's public code loads it
     sweep    rank, degree, frequencies, CART p and bounds, one at a time
 
-All but `rates` use the rate that was best on the intact backbone. Intervals are 1.96 standard
-errors: over training seeds where there are several, else over evaluation seeds.
+All but `rates` use the rate that was best on the intact backbone. Intervals are Student's 95 %.
+All cells are scored on the same windows, t and masks, so rows are compared by paired differences.
 
 Symbols:  gain       ELBO of frozen minus ELBO of an adapter, nats per token, same windows and masks
           cost       ELBO with a wrong t minus ELBO with the right one
-          roughness  total variation over t of all modulated numbers over the sum of their ranges; 1
-                     where each is monotone
+          roughness  total variation over t over the range, both averaged within each of A, dt, D
+                     and the scales and shifts of B and C, then summed; 1 where all are monotone
 Differs from the paper: it has none of this (A.4, A.5), except Table 2 by masking.
 """
 import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import re
 import statistics
 import time
@@ -178,10 +179,19 @@ def run_cell(cell, cfg, tokenizer, corpora):
             "roughness": roughness(adapter), "seconds": [trained, time.time() - began - trained]}
 
 
-def read_results():
-    """{cell name: metrics} of every finished cell."""
-    folder = common.ROOT / "results" / "study"
-    return {path.stem: json.loads(path.read_text())["metrics"] for path in folder.glob("*.json")}
+SHARED = ("train", "test", "steps", "seqlen", "windows", "seeds")  # settings of all cells
+
+
+def read_results(cfg=None):
+    """{cell name: metrics} of every finished cell. UserError where its settings are not `cfg`'s."""
+    found = {}
+    for path in (common.ROOT / "results" / "study").glob("*.json"):
+        cell = json.loads(path.read_text())
+        if cfg and any(cell["config"][k] != common.plain(getattr(cfg, k)) for k in SHARED):
+            raise common.UserError(f"{path} has other --{', --'.join(SHARED)}: repeat them (they "
+                                   "are in it), or set MARK_ROOT to a folder for another study")
+        found[path.stem] = cell["metrics"]
+    return found
 
 
 # ---- the tables ----------------------------------------------------------------------------------
@@ -203,10 +213,28 @@ def against(results, cell, row="", minus=None):
     return columns(paired, "elbo", "theirs", "ours")
 
 
-def over_training_seeds(results, group, row="", minus_row=None):
-    """`against`, averaged over evaluation seeds: of each set and the mean, one value per Cell."""
-    found = [against(results, cell, row, minus_row and (cell, minus_row)) for cell in group]
-    return list(zip(*([statistics.fmean(values) for values in columns] for columns in found)))
+def over_seeds(results, group, row="", minus_row=None):
+    """`against` of every Cell of a group, one per training seed: of each test set, then of their
+    mean, a list over training seeds of lists over evaluation seeds.
+    """
+    return list(zip(*(against(results, cell, row, minus_row and (cell, minus_row))
+                      for cell in group)))
+
+
+def training_error(grid):
+    """(mean, half of Student's 95 % interval) over training seeds, for one choice of test windows:
+    what two rows that share them are compared by.
+    """
+    return mean_error([statistics.fmean(values) for values in grid], student=True)
+
+
+def both_errors(grid):
+    """The mean of a column of `over_seeds`, ± both errors in quadrature (`training_error`)."""
+    (mean, training), (_, windows) = training_error(grid), mean_error(
+        [statistics.fmean(values) for values in zip(*grid)], student=True)
+    if math.isnan(training):
+        return f"{mean:+.4f} ± {windows:.4f} (n/a)"
+    return f"{mean:+.4f} ± {math.hypot(training, windows):.4f} ({training:.4f})"
 
 
 def trained_seeds(results, kernel):
@@ -232,15 +260,16 @@ def conditioning_tables(results):
         group, rate = trained_seeds(results, kernel), best_rate(kernel, results)
         edge = " (the edge)" if rate in (RATES[0], RATES[-1]) else ""
         gains.append([kernel, f"{results[group[0].name]['size']:,}", f"{rate:g}{edge}", len(group),
-                      *(show(values, "+") for values in over_training_seeds(results, group))])
-        costs = [show(over_training_seeds(results, group, "", ending)[-1], "+")
-                 for ending in CONTROLS[1:]]
+                      *map(both_errors, over_seeds(results, group))])
+        costs = [both_errors(over_seeds(results, group, "", ending)[-1]) for ending in CONTROLS[1:]]
         rough = [sum(v[0] for v in found.values()) / (sum(v[1] for v in found.values()) or 1)
                  for found in (results[cell.name]["roughness"] for cell in group)]
-        uses.append([kernel, *costs, show(rough, digits=1) if any(rough) else "reads no t",
+        uses.append([kernel, *costs,
+                     show(rough, digits=1, student=True) if any(rough) else "reads no t",
                      f"{hole_cost(results, group[0]):+.4f}" if finished(results, "hole") else ""])
     head = ["conditioner", "parameters", "best rate", "training seeds", *sets, "Avg."]
-    return {"gain over frozen, ELBO in nats per token": common.markdown(head, *gains),
+    return {"gain over frozen, ELBO in nats per token ± test windows and training seeds (training "
+            "seeds alone, to compare rows by)": common.markdown(head, *gains),
             "what t is worth, nats per token, and how rough the modulation is": common.markdown(
                 ["conditioner", "cost of a shuffled t", "cost of a constant t",
                  "total variation / range",
@@ -260,8 +289,8 @@ def hole_cost(results, cell):
 
 
 def ablated(results, kernel, how):
-    """Table 2, how "masked" or "retrained": of each of MODES but "none" the gain in ELBO, Avg.,
-    one value per evaluation seed.
+    """Table 2, how "masked" or "retrained", in ELBO, Avg., one value per evaluation seed: the gain
+    over frozen of "full", and what each of the other MODES but "none" leaves of it, less it.
     """
     full = Cell(kernel, {"lr": best_rate(kernel, results), "seed": ABLATED})
     if how == "masked":
@@ -269,28 +298,35 @@ def ablated(results, kernel, how):
     else:
         found = [(Cell(kernel, full.settings | ({"modulate": mode} if mode != "full" else {})), "")
                  for mode in MODES[:-1]]
-    return [against(results, cell, row)[-1] for cell, row in found]
+    return [against(results, cell, row, (full, "") if i else None)[-1]
+            for i, (cell, row) in enumerate(found)]
 
 
 def ablation_table(results):
     """Table 2 by masking one trained adapter and by retraining."""
-    rows = [[kernel, how, *(show(values, "+") for values in ablated(results, kernel, how))]
+    rows = [[kernel, how, *(show(values, "+", student=True)
+                            for values in ablated(results, kernel, how))]
             for kernel, how in itertools.product(GEOMETRIES, ("masked", "retrained"))]
-    return {"Table 2: gain over frozen (none), average of the test sets, one training seed":
-            common.markdown(["conditioner", "others are", *MODES[:-1]], *rows)}
+    return {"Table 2: gain of full over frozen, and what is lost of it, nats per token, average of "
+            "the test sets, one training seed": common.markdown(
+                ["conditioner", "others are", "full", *(f"{mode}, less full"
+                                                        for mode in MODES[1:-1])], *rows)}
 
 
 def one_at_a_time(results, group, title):
-    """Of each cell of a group: its settings, and what it gains beside the same without them."""
+    """Of each cell of a group: its settings, what it gains, and that less what the same gains
+    without them. Another backbone has another frozen row, so a sliced cell has no such difference.
+    """
     rows = []
     for cell in cells(group, results):
         base = trained_seeds(results, cell.kernel)[0]
-        rows.append([cell.kernel, changed(cell, base), f"{results[cell.name]['size']:,}",
-                     *(show(against(results, one)[-1], "+") for one in (cell, base)),
-                     *(show(against(results, one, "", (one, CONTROLS[1]))[-1], "+")
-                       for one in (cell, base))])
+        values = [against(results, cell)[-1], against(results, cell, "", (base, ""))[-1],
+                  *(against(results, one, "", (one, CONTROLS[1]))[-1] for one in (cell, base))]
+        found = [show(v, "+", student=True) for v in values]
+        rows.append([cell.kernel, changed(cell, base), f"{results[cell.name]['size']:,}", found[0],
+                     "" if cell.sliced else found[1], *found[2:]])
     return {f"{title}, one training seed": common.markdown(
-        ["conditioner", "changed", "parameters", "gain over frozen, Avg.", "of the unchanged",
+        ["conditioner", "changed", "parameters", "gain over frozen, Avg.", "less the unchanged's",
          "cost of a shuffled t", "of the unchanged"], *rows)}
 
 
@@ -310,7 +346,8 @@ def frozen_table(results):
     carts = ((name, columns(tested(results, cell), "cart", row)) for name, cell, row in rows)
     return {"CART masked_mean, nats": common.markdown(
         ["", *tested(results, whole), "Avg."],
-        *([name, *(show(values, digits=3) for values in found)] for name, found in carts))}
+        *([name, *(show(values, digits=3, student=True) for values in found)]
+          for name, found in carts))}
 
 
 def tables(results):
@@ -337,15 +374,15 @@ def draw(results, path):
     bins = [(k + 0.5) / BINS for k in range(BINS)]
     frozen = mean_by_t(tested(results, Cell("none", {})), "frozen")
 
-    def dot(ax, x, values, kernel, marker="o", filled=True):
-        ax.errorbar(x, *([v] for v in mean_error(values)), fmt=marker, ms=5, lw=1, capsize=3,
+    def dot(ax, x, mean_and_error, kernel, marker="o", filled=True):
+        ax.errorbar(x, *([v] for v in mean_and_error), fmt=marker, ms=5, lw=1, capsize=3,
                     color=f"C{CONDITIONERS.index(kernel)}", mfc=None if filled else "none")
 
     for x, kernel in enumerate(CONDITIONERS):
         group = trained_seeds(results, kernel)
-        shuffled, constant = (over_training_seeds(results, group, "", ending)[-1]
+        shuffled, constant = (training_error(over_seeds(results, group, "", ending)[-1])
                               for ending in CONTROLS[1:])
-        dot(gains, x, over_training_seeds(results, group)[-1], kernel)
+        dot(gains, x, training_error(over_seeds(results, group)[-1]), kernel)
         dot(costs, x - 0.1, shuffled, kernel)
         dot(costs, x + 0.1, constant, kernel, "x")
         curves = [mean_by_t(tested(results, cell), "") for cell in group]
@@ -355,21 +392,22 @@ def draw(results, path):
             hole.plot(bins, holed - curves[0], "o-", ms=3)
     if finished(results, "seeds", "ablation"):
         for i, (kernel, how) in enumerate(itertools.product(GEOMETRIES, ("masked", "retrained"))):
-            for x, values in enumerate(ablated(results, kernel, how)):
-                dot(ablation, x + 0.13 * (i - 2.5), values, kernel, filled=how == "retrained")
+            for x, values in enumerate(ablated(results, kernel, how)[1:]):
+                dot(ablation, x + 0.13 * (i - 2.5), mean_error(values, True), kernel,
+                    filled=how == "retrained")
     one = [cell for group in ("init", "sweep") if finished(results, group)
            for cell in cells(group, results)]
     bases = [trained_seeds(results, cell.kernel)[0] for cell in one]
     for x, (cell, base) in enumerate(zip(one, bases)):
-        both = zip(against(results, cell)[-1], against(results, base)[-1])
-        dot(sweep, x, [a - b for a, b in both], cell.kernel)
+        values = against(results, cell, "", (base, ""))[-1]
+        dot(sweep, x, mean_error(values, True), cell.kernel)
 
     nats, masked = "nats per token", "nats per masked token"
     for ax, names, unit, title in (
-            (gains, CONDITIONERS, nats, "gain over frozen"),
+            (gains, CONDITIONERS, nats, "gain over frozen ± training seeds"),
             (costs, CONDITIONERS, nats, "cost of a shuffled (dots) and of a constant t (crosses)"),
             (by_t, None, masked, "gain over frozen, by t"),
-            (ablation, MODES[:-1], nats, "Table 2 by masking (hollow) and by retraining"),
+            (ablation, MODES[1:-1], nats, "Table 2, less full: masked (hollow), retrained"),
             (hole, None, masked, "cost of no training at 0.4 < t < 0.6, by t"),
             (sweep, list(map(changed, one, bases)), nats, "gain less that of the unchanged")):
         if names is not None:
@@ -414,7 +452,7 @@ def main(cfg):
         raise common.UserError(f"--seeds {cfg.seeds}: need at most {len(common.SEEDS)}; and no "
                                "--test called valid, which is the held-out part of --train")
     if cfg.run:
-        tokenizer, began, results = make_tokenizer("bytes"), time.time(), read_results()
+        tokenizer, began, results = make_tokenizer("bytes"), time.time(), read_results(cfg)
         corpora = {"valid": load_corpus(cfg.train, tokenizer, "valid")} | {
             name: load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
             for name, sources in named_sources(cfg.test).items()}
@@ -429,14 +467,15 @@ def main(cfg):
             results[cell.name] = run_cell(cell, cfg, tokenizer, corpora)
             common.publish("study", cell.name, results[cell.name], cfg, env)
             common.log(f"{time.strftime('%H:%M')} {cell.name}")
-    found = tables(read_results())
+    results = read_results()
+    found = tables(results)
     if not found:
         common.log("no group of cells is complete: see --run")
     for title, table in found.items():
         common.log(f"\n{title}\n\n{table}")
-    if finished(read_results(), "frozen", "rates"):
+    if finished(results, "frozen", "rates"):
         path = common.ROOT / ("figures" if cfg.publish else "runs/study") / "comparisons.png"
-        draw(read_results(), path)
+        draw(results, path)
         common.log(f"wrote {path.relative_to(common.ROOT)}")
     return found
 

@@ -218,9 +218,9 @@ def check(cfg, world):
             find_files(path)
 
 
-def draw_run(path, rows, table, kernel):
-    """loss.png: the loss over training, and on held-out text the cross-entropy against t and the
-    gain over the frozen backbone, with the true t and with a shuffled one."""
+def draw_run(path, rows, table, kernel, weighting):
+    """loss.png: that weighting's loss over training, and on held-out text the cross-entropy against
+    t and the gain over the frozen backbone, with the true t and with a shuffled one."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 3.3), layout="constrained")
     loss, absolute, gain = figure.subplots(1, 3)
@@ -229,9 +229,10 @@ def draw_run(path, rows, table, kernel):
     loss.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="0.75", lw=1,
               label="training batches")
     loss.plot([0] + [r["step"] for r in evals],
-              [table["frozen"]["cart"]] + [r["eval"]["cart"] for r in evals], "o-",
+              [table["frozen"][weighting]] + [r["eval"][weighting] for r in evals], "o-",
               label="held out (step 0: frozen)")
-    loss.set(xlabel="step", ylabel="CART masked_mean (nats)", title=f"{kernel}: training")
+    unit = {"cart": "CART masked_mean (nats)", "elbo": "ELBO (nats per token)"}[weighting]
+    loss.set(xlabel="step", ylabel=unit, title=f"{kernel}: training")
     by_t = {name: scores["by_t"] for name, scores in table.items()}
     t = [(i + 0.5) / len(by_t[kernel]) for i in range(len(by_t[kernel]))]
     for name, style in (("unigram", "0.6"), ("frozen", "C3"), (kernel, "C0")):
@@ -411,7 +412,8 @@ def run(cfg, device, rank, world, backbone=None):
     if rank == 0:
         save_adapter(folder / "adapter.safetensors", adapter, step=done, weights=cfg.weights,
                      vocab=tokenizer.fingerprint, modulate=cfg.modulate)
-        draw_run(folder / "loss.png", rows, rows_after, cfg.kernel)
+        draw_run(folder / "loss.png", rows, rows_after, cfg.kernel,
+                 cfg.weighting)
         common.write_json(folder / "result.json", result)
         if cfg.publish:
             common.publish("train", cfg.name, result, cfg, env)
@@ -419,7 +421,7 @@ def run(cfg, device, rank, world, backbone=None):
             save_adapter(common.SOURCE / "assets" / f"adapter_{cfg.kernel}.safetensors", adapter,
                          torch.float16, step=done, vocab=tokenizer.fingerprint)
             draw_run(common.ROOT / "figures" / f"training_{cfg.kernel}.png", rows, rows_after,
-                     cfg.kernel)
+                     cfg.kernel, cfg.weighting)
     frozen, path = references["frozen"], os.path.relpath(folder)
     with_flags = "" if cfg.weights == "small" else f" --weights {cfg.weights} --vocab {cfg.vocab}"
     common.log(f"\n{cfg.kernel}: CART {frozen['cart']:.3f} -> {scores['cart']:.3f}, ELBO "

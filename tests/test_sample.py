@@ -561,7 +561,8 @@ def test_a_wrong_wish_ends_the_command_with_one_line(work, given):
                          (("--template", "no holes"), "need a hole"),
                          (("--device", "gpu"), "--device"), (("--publish",), "--judge"),
                          (("--judge", "--length", 3), "--length"),
-                         (("--judge", "--judged", 1), "--judged")):
+                         (("--judge", "--judged", 1), "--judged"),
+                         (("--judge", "--judged", 10 ** 5), "windows of that length")):
         run = command("sample.py", *given, "--data", work / "text.txt", *flags)
         assert run.status == 2 and run.err.count("\n") == 1 and words in run.err, run.err
 
@@ -586,7 +587,7 @@ def test_a_terminal_is_repainted_and_never_sent_a_control_character(monkeypatch)
 def test_the_judgement_is_published_as_numbers_a_table_a_figure_and_three_texts(
         work, given, strong):
     run = command("sample.py", *given, "--judge", "--judged", 3, "--length", 8, "--data",
-                  work / "text.txt", "--publish")
+                  work / "text.txt", "--publish", "--temperature", 0.7, "--top-p", 0.9)
     assert run.status == 0, run.err
     assert run.out.rstrip().splitlines()[-1] == "wrote results/sample/small.json"
     metrics = json.loads((work / "results/sample/small.json").read_text())["metrics"]
@@ -597,7 +598,7 @@ def test_the_judgement_is_published_as_numbers_a_table_a_figure_and_three_texts(
         assert (steps == 0) == ("samples" not in row)
     for adapter, text in ((strong.adapter, "random"), (None, "random, frozen")):
         texts = sample.sample(strong.backbone, adapter, TOKENIZER, length=8, samples=3, steps=8,
-                              order="random")  # seeds 42, 142 and 242
+                              order="random", temperature=0.7, top_p=0.9)  # seeds 42, 142 and 242
         assert rows[text, 8]["samples"] == [sample.one_line(text) for text in texts]
     assert rows["random", 8]["samples"] != rows["random, frozen", 8]["samples"]
     assert rows["random", 8]["samples"] != rows["random, remask", 8]["samples"]

@@ -1,4 +1,5 @@
 """Cells that are named once and run once, the sliced backbone row by row, tables from numbers."""
+import dataclasses
 import itertools
 import json
 import math
@@ -177,6 +178,24 @@ def test_a_finished_cell_is_never_run_again_and_a_stop_loses_no_other(work, sett
     assert not set(first) & set(ran)
 
 
+def test_cells_of_another_study_are_neither_taken_for_this_one_nor_mixed_with_it(
+        work, setting, monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(study, "run_cell", lambda *args: {
+        "scores": scores(2.0, ("uniform", "unigram", "frozen"))})
+    cfg = study.Config(run=("frozen",), train=setting[0].train, test=(f"t={work / 'text.txt'}",))
+    study.main(cfg)
+    study.main(dataclasses.replace(cfg, hours=1.0))      # what does not matter may differ
+    for other in ({"steps": 351}, {"test": (f"other={work / 'text.txt'}",)}, {"seeds": 4}):
+        with pytest.raises(common.UserError, match="none.*json has other --train, --test.*MARK_R"):
+            study.main(dataclasses.replace(cfg, **other))
+
+
+def test_an_empty_bin_of_t_does_not_spoil_the_others():
+    result = {"one": {"": {"by_t": [[1.0, None], [3.0, 2.0]]}}}  # as json holds a NaN
+    assert study.mean_by_t(result, "").tolist() == [2.0, 2.0]
+
+
 def test_a_group_that_does_not_exist_or_has_no_text_is_one_line(work):
     for argv in (("--run", "everything"), ("--run", "frozen")):
         run = tiny.command("study.py", *argv)
@@ -208,23 +227,37 @@ def test_the_tables_show_the_numbers_of_the_cells():
     assert frozen[4:7] == ["| frozen | 3.000 ± 0.000 | 4.000 ± 0.000 | 3.500 ± 0.000 |",
                            "| sliced, frozen | 6.000 ± 0.000 | 7.000 ± 0.000 | 6.500 ± 0.000 |",
                            "| sliced, hypernet | 2.900 ± 0.000 | 3.900 ± 0.000 | 3.400 ± 0.000 |"]
-    gains = found["gain over frozen, ELBO in nats per token"].splitlines()
+    gains = next(table for title, table in found.items() if title.startswith("gain")).splitlines()
     values = [2.2 - 1.9 - seed * 1e-5 for seed in common.SEEDS[:5]]
-    error = 1.96 * statistics.stdev(values) / 5 ** 0.5
-    cell = f"{statistics.fmean(values):+.4f} ± {error:.4f}"
+    t4 = 2.7764451                                       # Student's 0.975 quantile, 4 degrees
+    error = t4 * statistics.stdev(values) / 5 ** 0.5     # no difference between evaluation seeds
+    cell = f"{statistics.fmean(values):+.4f} ± {error:.4f} ({error:.4f})"
     assert gains[2] == f"| hypernet | 1,000 | 0.002 | 5 | {cell} | {cell} | {cell} |"
     uses = next(table for title, table in found.items() if title.startswith("what t is worth"))
-    assert "| dct | +0.1000 ± 0.0000 | +0.2000 ± 0.0000 | 2.0 ± 0.0 | +0.0300 |" in uses
-    assert "| lora | +0.1000 ± 0.0000 | +0.2000 ± 0.0000 | reads no t | +0.0300 |" in uses
+    none = "± 0.0000 (0.0000)"
+    assert f"| dct | +0.1000 {none} | +0.2000 {none} | 2.0 ± 0.0 | +0.0300 |" in uses
+    assert f"| lora | +0.1000 {none} | +0.2000 {none} | reads no t | +0.0300 |" in uses
     ablation = next(table for title, table in found.items() if title.startswith("Table 2"))
     masked, retrained = (dict(zip(study.MODES, row.strip("| ").split(" | ")[2:]))
                          for row in ablation.splitlines()[2:4])
     assert masked["full"] == retrained["full"] == "+0.2986 ± 0.0000"
-    assert masked["all-except-A"] == "-0.0014 ± 0.0000"
-    assert retrained["A"] == "+0.2486 ± 0.0000"
+    assert masked["all-except-A"] == "-0.3000 ± 0.0000"  # the row after two controls
+    assert retrained["A"] == "-0.0500 ± 0.0000" and retrained["dt"] == "+0.0000 ± 0.0000"
     sliced = next(table for title, table in found.items() if title.startswith("the sliced"))
-    assert ("| hypernet | sliced backbone | 1,000 | +3.2996 ± 0.0000 | +0.2996 ± 0.0000 | "
+    assert ("| hypernet | sliced backbone | 1,000 | +3.2996 ± 0.0000 |  | "
             "+0.1000 ± 0.0000 | +0.1000 ± 0.0000 |") in sliced
+    sweep = next(table for title, table in found.items() if title.startswith("one setting"))
+    assert ("| dct | rank 1 | 1,000 | +0.2996 ± 0.0000 | +0.0000 ± 0.0000 | "
+            "+0.1000 ± 0.0000 | +0.1000 ± 0.0000 |") in sweep
+
+
+def test_an_interval_has_the_test_windows_and_the_training_seeds_in_it():
+    grid = [[1.0, 3.0, 2.0], [2.0, 4.0, 3.0]]            # two training, three evaluation seeds
+    training = 12.7062 * (0.5 ** 0.5) / 2 ** 0.5         # of the means 2 and 3
+    windows = 4.302653 * 1.0 / 3 ** 0.5                  # of the means 1.5, 3.5 and 2.5
+    want = f"+2.5000 ± {math.hypot(training, windows):.4f} ({training:.4f})"
+    assert study.both_errors(grid) == want
+    assert study.both_errors(grid[:1]) == f"+2.0000 ± {windows:.4f} (n/a)"
 
 
 def test_the_figure_shows_the_numbers_of_the_tables(monkeypatch, tmp_path):
@@ -240,9 +273,9 @@ def test_the_figure_shows_the_numbers_of_the_tables(monkeypatch, tmp_path):
     mean = 0.3 - statistics.fmean(common.SEEDS[:5]) * 1e-5
     assert dots("gain over frozen") == pytest.approx([mean] * 6)
     assert dots("cost of a shuffled") == pytest.approx([0.1, 0.2] * 6)
-    masked, retrained = np.array(dots("Table 2")).reshape(3, 2, 7).swapaxes(0, 1)
-    assert retrained[:, 2] == pytest.approx(0.24858) and retrained[:, 1] == pytest.approx(0.29858)
-    assert masked[:, :3] == pytest.approx(np.array([[0.29858, -0.00142, -0.10142]] * 3))
+    masked, retrained = np.array(dots("Table 2")).reshape(3, 2, 6).swapaxes(0, 1)
+    assert retrained[:, :2] == pytest.approx(np.array([[0, -0.05]] * 3))
+    assert masked[:, :2] == pytest.approx(np.array([[-0.3, -0.4]] * 3))
     assert dots("gain less") == pytest.approx([0] * 14)
     hole = [line.get_ydata() for line in panels["cost of no training at 0.4 < t < 0.6, by t"].lines]
     assert len(hole) == 7 and all(line == pytest.approx([0] * 4 + [0.03] * 2 + [0] * 4, abs=1e-6)
@@ -257,7 +290,7 @@ def test_a_rate_at_the_edge_of_those_tried_is_marked():
     results = every_cell()
     fast = results[study.Cell("dct", {"lr": 4e-3, "seed": 42}).name]
     fast["scores"]["valid"][""]["elbo"] = [0, 0]
-    gains = study.conditioning_tables(results)["gain over frozen, ELBO in nats per token"]
+    gains, _ = study.conditioning_tables(results).values()
     assert "| dct | 1,000 | 0.004 (the edge) | 1 |" in gains
 
 

@@ -445,6 +445,21 @@ def test_the_shipped_backbone_in_bf16_trains_within_two_percent_of_float32(work)
 
 # ---------------------------------------------------------------------------------- the run folder
 
+@pytest.mark.parametrize("weighting, unit", [("cart", "CART"), ("elbo", "ELBO")])
+def test_the_figure_shows_the_loss_that_is_trained(monkeypatch, weighting, unit):
+    drawn = []
+    monkeypatch.setattr(common, "save_figure", lambda figure, path: drawn.append(figure))
+    by_t = {"by_t": [1.0] * 10}
+    table = {"frozen": {"cart": 0.6, "elbo": 1.9, **by_t}, "unigram": by_t, "dct": by_t,
+             "dct, shuffled t": by_t}
+    rows = [{"step": 1, "loss": 5.0}, {"step": 2, "eval": {"cart": 0.5, "elbo": 1.8}}]
+    train.draw_run("loss.png", rows, table, "dct", weighting)
+    loss = drawn[0].axes[0]
+    assert loss.get_ylabel().startswith(unit)
+    want = [table["frozen"][weighting], rows[1]["eval"][weighting]]
+    assert list(loss.lines[1].get_ydata()) == want
+
+
 def test_a_run_leaves_its_files_and_says_what_was_gained_and_what_is_next(work, whole):
     folder = work / "runs/whole"
     assert {p.name for p in folder.iterdir()} == {
