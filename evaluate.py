@@ -264,10 +264,15 @@ def tables(result, labels):
     return found | {"ELBO, paired differences": score_table(result, "elbo", differences)}
 
 
+def losses_by_t(result, row):
+    """Nats per masked token by data set, seed and bin of t; NaN in an empty bin, a null in JSON."""
+    return torch.tensor([[[math.nan if v is None else v for v in bins]
+                          for bins in scores[row]["by_t"]] for scores in result.values()])
+
+
 def mean_by_t(result, row):
-    """Nats per masked token in each bin of t, mean over data sets and seeds: (BINS,) tensor."""
-    seeds = [bins for scores in result.values() for bins in scores[row]["by_t"]]
-    return torch.tensor([[math.nan if v is None else v for v in bins] for bins in seeds]).nanmean(0)
+    """The mean of `losses_by_t` over data sets and seeds: (BINS,)."""
+    return losses_by_t(result, row).nanmean((0, 1))
 
 
 def draw_scores(result, labels, path):

@@ -10,7 +10,8 @@ file exists is never run again, so a run can be stopped and continued at any poi
     frozen   the backbones alone, and the uniform and unigram guesses
     rates    each conditioner at three learning rates, seed 42; the best is chosen on held-out
              training text, all that is reported is scored on the test sets
-    seeds    each conditioner at its best rate, four more training seeds
+    seeds    each conditioner at its best rate, four more training seeds; injection and AdaLN from
+             PyTorch's default start too
     ablation Table 2 by retraining, seed 142; a geometry's cell of that seed in `seeds` holds
              Table 2 as the paper has it, by masking the trained adapter
     init     PyTorch's default start, and the geometries without the norm in their MLP
@@ -43,7 +44,7 @@ import common
 import train
 from checkpoint import load_adapter
 from data import held_out_split, load_corpus, named_sources
-from evaluate import BINS, CONTROLS, columns, mean_by_t, mean_error, score, show
+from evaluate import BINS, CONTROLS, columns, losses_by_t, mean_by_t, mean_error, score, show
 from hydra_ssm import MODES, HydraBert, load_backbone
 from mark_adapters import GEOMETRIES, adapter_size
 from text import make_tokenizer
@@ -55,6 +56,7 @@ SWEEP = {"rank": (("dct", {"rank": 1}), ("dct", {"rank": 4})),
          "frequencies": (("dct", {"n_freqs": 4}), ("dct", {"n_freqs": 16})),
          "CART p": (("dct", {"cart_p": 0.2}), ("dct", {"cart_p": 0.8})),
          "B, C shifts": (("hypernet", {"bounded_shifts": False}),)}
+RESTARTED, DEFAULT = ("inject", "adaln"), {"init": "default"}  # they gain more from that start
 ABLATED = common.SEEDS[1]  # the training seed of Table 2
 GROUPS = ("frozen", "rates", "seeds", "ablation", "init", "hole", "sliced", "sweep")
 
@@ -95,12 +97,13 @@ def cells(group, results):
     if group == "rates":
         return [Cell(k, {"lr": lr, "seed": 42}) for lr in RATES for k in CONDITIONERS]
     if group == "seeds":
-        return [best(k, seed=seed) for seed in common.SEEDS[1:5] for k in CONDITIONERS]
+        return ([best(k, seed=seed) for seed in common.SEEDS[1:5] for k in CONDITIONERS]
+                + [best(k, seed=seed, **DEFAULT) for seed in common.SEEDS[1:5] for k in RESTARTED])
     if group == "ablation":
         return [best(k, modulate=mode, seed=ABLATED) for mode in MODES[1:-1] for k in GEOMETRIES]
     if group == "init":
         return ([best(k, init="default", mlp_norm=False) for k in GEOMETRIES]
-                + [best(k, init="default") for k in ("inject", "adaln")])
+                + [best(k, **DEFAULT) for k in RESTARTED])
     if group == "hole":
         return [without_middle(best(k)) for k in CONDITIONERS]
     if group == "sliced":
@@ -237,10 +240,10 @@ def both_errors(grid):
     return f"{mean:+.4f} ± {math.hypot(training, windows):.4f} ({training:.4f})"
 
 
-def trained_seeds(results, kernel):
+def trained_seeds(results, kernel, **settings):
     """The finished Cells of a conditioner at its best rate, over training seeds."""
     rate = best_rate(kernel, results)
-    found = (Cell(kernel, {"lr": rate, "seed": seed}) for seed in common.SEEDS[:5])
+    found = (Cell(kernel, {"lr": rate, "seed": seed, **settings}) for seed in common.SEEDS[:5])
     return [cell for cell in found if cell.name in results]
 
 
@@ -256,17 +259,21 @@ def conditioning_tables(results):
     """Gains over the frozen backbone by test set, and what each conditioner makes of t."""
     sets = tested(results, Cell("none", {}))
     gains, uses = [], []
-    for kernel in CONDITIONERS:
-        group, rate = trained_seeds(results, kernel), best_rate(kernel, results)
+    for kernel, settings in [*((k, {}) for k in CONDITIONERS), *((k, DEFAULT) for k in RESTARTED)]:
+        group, rate = trained_seeds(results, kernel, **settings), best_rate(kernel, results)
+        if not group:
+            continue
+        name = kernel + ", default start" * bool(settings)
         edge = " (the edge)" if rate in (RATES[0], RATES[-1]) else ""
-        gains.append([kernel, f"{results[group[0].name]['size']:,}", f"{rate:g}{edge}", len(group),
+        gains.append([name, f"{results[group[0].name]['size']:,}", f"{rate:g}{edge}", len(group),
                       *map(both_errors, over_seeds(results, group))])
         costs = [both_errors(over_seeds(results, group, "", ending)[-1]) for ending in CONTROLS[1:]]
         rough = [sum(v[0] for v in found.values()) / (sum(v[1] for v in found.values()) or 1)
                  for found in (results[cell.name]["roughness"] for cell in group)]
-        uses.append([kernel, *costs,
+        uses.append([name, *costs,
                      show(rough, digits=1, student=True) if any(rough) else "reads no t",
-                     f"{hole_cost(results, group[0]):+.4f}" if finished(results, "hole") else ""])
+                     show(hole_cost(results, group[0]), "+", student=True)
+                     if finished(results, "hole") and not settings else ""])
     head = ["conditioner", "parameters", "best rate", "training seeds", *sets, "Avg."]
     return {"gain over frozen, ELBO in nats per token ± test windows and training seeds (training "
             "seeds alone, to compare rows by)": common.markdown(head, *gains),
@@ -282,10 +289,12 @@ def without_middle(cell):
 
 
 def hole_cost(results, cell):
-    """Nats per masked token, in the two bins of t where `without_middle` never trained."""
-    def middle(cell):
-        return mean_by_t(tested(results, cell), "")[4:6].mean().item()
-    return middle(without_middle(cell)) - middle(cell)
+    """Nats per masked token in the two bins of t where `without_middle` never trained, less those
+    of the cell itself, one value per evaluation seed.
+    """
+    whole, holed = (losses_by_t(tested(results, c), "")[..., 4:6].nanmean((0, 2))
+                    for c in (cell, without_middle(cell)))
+    return (holed - whole).tolist()
 
 
 def ablated(results, kernel, how):
