@@ -392,6 +392,9 @@ def draw(results, path):
         shuffled, constant = (training_error(over_seeds(results, group, "", ending)[-1])
                               for ending in CONTROLS[1:])
         dot(gains, x, training_error(over_seeds(results, group)[-1]), kernel)
+        if kernel in RESTARTED and (again := trained_seeds(results, kernel, **DEFAULT)):
+            from_default = training_error(over_seeds(results, again)[-1])
+            dot(gains, x + 0.2, from_default, kernel, filled=False)
         dot(costs, x - 0.1, shuffled, kernel)
         dot(costs, x + 0.1, constant, kernel, "x")
         curves = [mean_by_t(tested(results, cell), "") for cell in group]
@@ -413,7 +416,7 @@ def draw(results, path):
 
     nats, masked = "nats per token", "nats per masked token"
     for ax, names, unit, title in (
-            (gains, CONDITIONERS, nats, "gain over frozen ± training seeds"),
+            (gains, CONDITIONERS, nats, "gain ± training seeds (hollow: default start)"),
             (costs, CONDITIONERS, nats, "cost of a shuffled (dots) and of a constant t (crosses)"),
             (by_t, None, masked, "gain over frozen, by t"),
             (ablation, MODES[1:-1], nats, "Table 2, less full: masked (hollow), retrained"),

@@ -271,7 +271,7 @@ def test_the_figure_shows_the_numbers_of_the_tables(monkeypatch, tmp_path):
         ax = next(ax for name, ax in panels.items() if name.startswith(title))
         return [points.lines[0].get_ydata().item() for points in ax.containers]
     mean = 0.3 - statistics.fmean(common.SEEDS[:5]) * 1e-5
-    assert dots("gain over frozen") == pytest.approx([mean] * 6)
+    assert dots("gain ± training") == pytest.approx([mean] * 8)  # two of them a second time
     assert dots("cost of a shuffled") == pytest.approx([0.1, 0.2] * 6)
     masked, retrained = np.array(dots("Table 2")).reshape(3, 2, 6).swapaxes(0, 1)
     assert retrained[:, :2] == pytest.approx(np.array([[0, -0.05]] * 3))
