@@ -1,7 +1,7 @@
 """One check of the scan and of the whole model on a GPU: gradients first, then times.
 
 Run:      python bench.py --gpu-check   (a CUDA machine; not run yet. --device cpu rehearses it)
-Last line: "gpu check: (b, l) = (1, 512) takes NN ms frozen, on cuda"
+Last line: "gpu check: frozen pass at (b, l) = (1, 512), on cuda: NN ms"
 
 What one layer moves forward at (b, l) = (8, 4096) in bfloat16, weights (15 MB) left out. A step
 reads what it needs and writes what it makes once; what is read again at once (B and C by each head,
@@ -29,7 +29,6 @@ Differs from the paper: this compares implementations on one input in one run; T
 """
 import functools
 import importlib.util
-import math
 import statistics
 import time
 
@@ -176,7 +175,7 @@ def check(device, seed):
             common.log("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}"
                                  for k, v in row.items()))
             if name == "model, none":
-                frozen = row.get("forward_ms", math.nan)
+                frozen = f"{row['forward_ms']:.1f} ms" if "forward_ms" in row else "failed"
     result["failed"] = [row["what"] for row in result["times"] if "failed" in row]
-    common.log(f"gpu check: (b, l) = ({b}, {l}) takes {frozen:.1f} ms frozen, on {device}")
+    common.log(f"gpu check: frozen pass at (b, l) = ({b}, {l}), on {device}: {frozen}")
     return result

@@ -19,13 +19,14 @@ file exists is never run again, so a run can be stopped and continued at any poi
     sliced   the conditioners on the backbone as the paper's public code loads it
     sweep    rank, degree, frequencies, CART p and bounds, one at a time
 
-All but `rates` use the rate that was best on the intact backbone. Intervals are Student's 95 %.
-All cells are scored on the same windows, t and masks, so rows are compared by paired differences.
+All but `rates` use the rate that was best on the intact backbone. Intervals are Student's 95 %, two
+of them joined in quadrature where test windows and training seeds both count. All cells are
+scored on the same windows, t and masks, so rows are compared by paired differences.
 
 Symbols:  gain       ELBO of frozen minus ELBO of an adapter, nats per token, same windows and masks
           cost       ELBO with a wrong t minus ELBO with the right one
-          roughness  total variation over t over the range, both averaged within each of A, dt, D
-                     and the scales and shifts of B and C, then summed; 1 where all are monotone
+          roughness  total variation over t over the range, both averaged within each modulated
+                     field and summed over fields; 1 where all are monotone
 Differs from the paper: it has none of this (A.4, A.5), except Table 2 by masking.
 """
 import contextlib
@@ -268,8 +269,7 @@ def conditioning_tables(results):
         gains.append([name, f"{results[group[0].name]['size']:,}", f"{rate:g}{edge}", len(group),
                       *map(both_errors, over_seeds(results, group))])
         costs = [both_errors(over_seeds(results, group, "", ending)[-1]) for ending in CONTROLS[1:]]
-        rough = [sum(v[0] for v in found.values()) / (sum(v[1] for v in found.values()) or 1)
-                 for found in (results[cell.name]["roughness"] for cell in group)]
+        rough = [variation_over_range(results, cell) for cell in group]
         uses.append([name, *costs,
                      show(rough, digits=1, student=True) if any(rough) else "reads no t",
                      show(hole_cost(results, group[0]), "+", student=True)
@@ -279,8 +279,14 @@ def conditioning_tables(results):
             "seeds alone, to compare rows by)": common.markdown(head, *gains),
             "what t is worth, nats per token, and how rough the modulation is": common.markdown(
                 ["conditioner", "cost of a shuffled t", "cost of a constant t",
-                 "total variation / range",
+                 "total variation / range (falls with the rate)",
                  "cost at 0.4 < t < 0.6 of never training there (one seed)"], *uses)}
+
+
+def variation_over_range(results, cell):
+    """The roughness of one Cell; 0 if it reads no t."""
+    found = results[cell.name]["roughness"].values()
+    return sum(v[0] for v in found) / (sum(v[1] for v in found) or 1)
 
 
 def without_middle(cell):
@@ -421,11 +427,13 @@ def draw(results, path):
             (by_t, None, masked, "gain over frozen, by t"),
             (ablation, MODES[1:-1], nats, "Table 2, less full: masked (hollow), retrained"),
             (hole, None, masked, "cost of no training at 0.4 < t < 0.6, by t"),
-            (sweep, list(map(changed, one, bases)), nats, "gain less that of the unchanged")):
+            (sweep, [f"{c.kernel}: {changed(c, base)}" for c, base in zip(one, bases)], nats,
+             "gain less that of the unchanged")):
         if names is not None:
             ax.set_xticks(range(len(names)), names, fontsize=8)
         ax.set_title(title, fontsize=10)
         ax.set_ylabel(unit, fontsize=8)
+        ax.set_visible(ax.has_data())
         ax.axhline(0, color="k", lw=0.8)
     for ax in (ablation, sweep):
         ax.tick_params("x", rotation=45)
