@@ -140,7 +140,8 @@ def claims():
          "no GPU was at hand. At the released size on a CPU, evaluating the adapters is at most "
          f"{max(a['ms'] / a['frozen_ms'] for a in alone):.2%} of a pass, in "
          f"{min(a['operations'] for a in alone)} to {max(a['operations'] for a in alone)} "
-         "operations for all layers; a whole pass with them is slower by no more than the noise",
+         "operations for all layers; passes of the small model are slower by amounts mostly within "
+         "their errors",
          "`bench.py`"])
 
 
