@@ -217,12 +217,12 @@ def against(results, cell, row="", minus=None):
     return columns(paired, "elbo", "theirs", "ours")
 
 
-def over_seeds(results, group, row="", minus_row=None):
+def over_seeds(results, group, ending=None):
     """`against` of every Cell of a group, one per training seed: of each test set, then of their
-    mean, a list over training seeds of lists over evaluation seeds.
+    mean, a list over training seeds of lists over evaluation seeds. With the `ending` of one of
+    CONTROLS: the cost of that control.
     """
-    return list(zip(*(against(results, cell, row, minus_row and (cell, minus_row))
-                      for cell in group)))
+    return list(zip(*(against(results, cell, "", ending and (cell, ending)) for cell in group)))
 
 
 def training_error(grid):
@@ -268,7 +268,7 @@ def conditioning_tables(results):
         edge = " (the edge)" if rate in (RATES[0], RATES[-1]) else ""
         gains.append([name, f"{results[group[0].name]['size']:,}", f"{rate:g}{edge}", len(group),
                       *map(both_errors, over_seeds(results, group))])
-        costs = [both_errors(over_seeds(results, group, "", ending)[-1]) for ending in CONTROLS[1:]]
+        costs = [both_errors(over_seeds(results, group, ending)[-1]) for ending in CONTROLS[1:]]
         rough = [variation_over_range(results, cell) for cell in group]
         uses.append([name, *costs,
                      show(rough, digits=1, student=True) if any(rough) else "reads no t",
@@ -308,13 +308,10 @@ def ablated(results, kernel, how):
     over frozen of "full", and what each of the other MODES but "none" leaves of it, less it.
     """
     full = Cell(kernel, {"lr": best_rate(kernel, results), "seed": ABLATED})
-    if how == "masked":
-        found = [(full, "" if mode == "full" else f", {mode}") for mode in MODES[:-1]]
-    else:
-        found = [(Cell(kernel, full.settings | ({"modulate": mode} if mode != "full" else {})), "")
-                 for mode in MODES[:-1]]
-    return [against(results, cell, row, (full, "") if i else None)[-1]
-            for i, (cell, row) in enumerate(found)]
+    less = [(full, f", {mode}") if how == "masked" else
+            (Cell(kernel, {**full.settings, "modulate": mode}), "") for mode in MODES[1:-1]]
+    return [against(results, full)[-1],
+            *(against(results, cell, row, (full, ""))[-1] for cell, row in less)]
 
 
 def ablation_table(results):
@@ -395,7 +392,7 @@ def draw(results, path):
 
     for x, kernel in enumerate(CONDITIONERS):
         group = trained_seeds(results, kernel)
-        shuffled, constant = (training_error(over_seeds(results, group, "", ending)[-1])
+        shuffled, constant = (training_error(over_seeds(results, group, ending)[-1])
                               for ending in CONTROLS[1:])
         dot(gains, x, training_error(over_seeds(results, group)[-1]), kernel)
         if kernel in RESTARTED and (again := trained_seeds(results, kernel, **DEFAULT)):

@@ -412,8 +412,7 @@ def run(cfg, device, rank, world, backbone=None):
     if rank == 0:
         save_adapter(folder / "adapter.safetensors", adapter, step=done, weights=cfg.weights,
                      vocab=tokenizer.fingerprint, modulate=cfg.modulate)
-        draw_run(folder / "loss.png", rows, rows_after, cfg.kernel,
-                 cfg.weighting)
+        draw_run(folder / "loss.png", rows, rows_after, cfg.kernel, cfg.weighting)
         common.write_json(folder / "result.json", result)
         if cfg.publish:
             common.publish("train", cfg.name, result, cfg, env)

@@ -86,7 +86,6 @@ def claims():
              for found in profiles]
     alone = [result("bench/laptop")["metrics"]["alone"][name] for name in study.GEOMETRIES]
     cells = study.read_results()
-    groups = {name: study.trained_seeds(cells, name) for name in study.CONDITIONERS}
 
     def cart(group, row=""):
         return statistics.fmean(v for cell in group
@@ -95,15 +94,12 @@ def claims():
     def each(function, digits, names=study.GEOMETRIES):
         return ", ".join(f"{function(name):{digits}} ({name})" for name in names)
 
-    def gain(name):
-        return study.training_error(study.over_seeds(cells, groups[name])[-1])[0]
-
-    def rough(name, lr=1e-3):
-        return study.variation_over_range(cells, study.Cell(name, {"lr": lr, "seed": 42}))
-
-    def restarted(name):
-        group = study.trained_seeds(cells, name, **study.DEFAULT)
+    def gain(name, **settings):
+        group = study.trained_seeds(cells, name, **settings)
         return study.training_error(study.over_seeds(cells, group)[-1])[0]
+
+    def rough(name):
+        return study.variation_over_range(cells, study.Cell(name, {"lr": 1e-3, "seed": 42}))
 
     def without_A(how):
         lost = [statistics.fmean(study.ablated(cells, name, how)[1]) for name in study.GEOMETRIES]
@@ -123,8 +119,9 @@ def claims():
          f"yes: operators of two times differ by {min(apart):.0%} to {max(apart):.0%} of the "
          "frozen one's norm", "`markov.py`"],
         ["CART falls from 4.00 to 2.55 on WikiText (Table 2)",
-         f"from {cart(none[:1], 'frozen'):.3f} to {cart(groups['chebyshev']):.3f}; on a backbone "
-         f"loaded as the paper's code loads it, half of it, from {cart(none[1:], 'frozen'):.3f} to "
+         f"from {cart(none[:1], 'frozen'):.3f} to "
+         f"{cart(study.trained_seeds(cells, 'chebyshev')):.3f}; on a backbone loaded as the "
+         f"paper's code loads it, half of it, from {cart(none[1:], 'frozen'):.3f} to "
          f"{cart([sliced]):.3f}", "`study.py`"],
         ["Chebyshev (2.55) and DCT (2.59) beat Hypernet (3.77): their bases are smooth (4.4)",
          f"no difference: they gain {each(gain, '.4f')} nats, and at one learning rate what they "
@@ -134,7 +131,8 @@ def claims():
          f"training, {without_A('retrained')} where it never was modulated", "`study.py`"],
         ["AdaLN, injection, LoRA: not compared (A.5)",
          f"gains of {each(gain, '.4f', study.CONDITIONERS[3:])}; LoRA reads no t; from another "
-         f"start {restarted('inject'):.4f} (inject), {restarted('adaln'):.4f} (adaln)",
+         f"start {gain('inject', **study.DEFAULT):.4f} (inject), "
+         f"{gain('adaln', **study.DEFAULT):.4f} (adaln)",
          "`study.py`"],
         ["14 to 16 % slower at length 4096 on an A100 (Table 3)",
          "no GPU was at hand. At the released size on a CPU, evaluating the adapters is at most "
