@@ -133,6 +133,15 @@ def save_tensors(path, tensors, metadata=None):
         temporary.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, metadata))
 
 
+def copy_adapter(source, target, dtype):
+    """Write the adapter file `source` again, its tensors in `dtype`."""
+    from safetensors import safe_open
+    with safe_open(source, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}
+    save_tensors(target, tensors, metadata)
+
+
 def load_adapter(path, config, device="cpu"):
     """(adapter, about) from a run folder or an adapter.safetensors, for a backbone of `config`.
 

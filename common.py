@@ -12,14 +12,17 @@ import math
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import textwrap
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import tqdm
 
 SOURCE = Path(__file__).resolve().parent
@@ -34,24 +37,33 @@ class UserError(ValueError):
 
 
 def rank_and_world():
-    """(rank, world size) as torchrun sets them; (0, 1) for a plain `python script.py`."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """(rank, world size) of this process; (0, 1) where no process group was started.
+
+    What the environment says does not count: a RANK left over from another run silences nobody.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def pick_device(name):
     """The device of a setting: auto is cuda where torch sees a GPU, and cpu elsewhere."""
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device: got {name!r}, need one of auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise UserError("--device: got cuda, need a CUDA GPU, and torch sees none; --device cpu "
                         "runs here, slowly")
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return name
 
 
 def log(*parts):
     """Print on rank 0 only, without breaking a progress bar."""
-    if rank_and_world()[0] == 0:
-        tqdm.tqdm.write(" ".join(str(p) for p in parts), file=sys.stdout)
+    rank, _ = rank_and_world()
+    if rank == 0:
+        tqdm.tqdm.write(readable(" ".join(map(str, parts))), file=sys.stdout)
         sys.stdout.flush()
 
 
@@ -64,7 +76,8 @@ def progress(iterable=None, total=None, desc="", **kwargs):
 
 
 def _lines(iterable, desc, every=60):
-    of, since = f" of {len(iterable)}" if hasattr(iterable, "__len__") else "", time.monotonic()
+    of = f" of {len(iterable)}" if hasattr(iterable, "__len__") else ""
+    since = time.monotonic()
     for done, item in enumerate(iterable):
         if time.monotonic() - since >= every:
             log(f"{desc}: {done}{of}")
@@ -81,10 +94,12 @@ def atomic_path(path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
     def fsync(target):
         descriptor = os.open(target, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
     try:
         yield temporary
         fsync(temporary)
@@ -94,10 +109,26 @@ def atomic_path(path):
         temporary.unlink(missing_ok=True)
 
 
+def new_figure(width, height):
+    """An empty matplotlib figure, in inches, for `save_figure`.
+
+    It is drawn into a file and never on a screen, so the backend that a notebook leaves in the
+    environment, which may not even be installed here, does not matter.
+    """
+    os.environ["MPLBACKEND"] = "agg"
+    from matplotlib.figure import Figure
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def save_figure(figure, path):
     """Write a matplotlib figure as PNG, atomically."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
+
+
+def readable(text):
+    """`text` with U+FFFD where bytes of an argument or a file name are not UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def plain(value):
@@ -110,14 +141,31 @@ def plain(value):
         return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    if isinstance(value, (int, float, bool, type(None))):
+        return value
+    return readable(str(value))
 
 
 def write_json(path, data):
     """Write `data` as indented JSON, atomically."""
+    text = json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n"
     with atomic_path(path) as temporary:
-        text = json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n"
         temporary.write_text(text, "utf-8")
+
+
+def read_json(path, *needed):
+    """The object in a JSON file. Raises UserError, naming the file, where it is damaged or lacks
+    one of the keys `needed`.
+    """
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"{path} is damaged ({error}): remove it, or make it again") from None
+    missing = [key for key in needed if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise UserError(f"{path} has no {missing[0]!r}, so it is damaged or another file: remove "
+                        "it, or make it again")
+    return found
 
 
 def markdown(head, *rows):
@@ -126,48 +174,68 @@ def markdown(head, *rows):
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
-    """Linear warm-up over `warmup` steps, then cosine to min_ratio * peak (Table 6)."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+class Interval(NamedTuple):
+    """A mean, half of its 95 % interval (NaN where n is 1), and the number of values."""
+    mean: float
+    half: float
+    n: int
+
+    def show(self, sign="", digits=4):
+        """As text: mean ± half; sign "+" shows a plus too."""
+        mean = f"{self.mean:{sign}.{digits}f}"
+        return f"{mean} (n/a)" if math.isnan(self.half) else f"{mean} ± {self.half:.{digits}f}"
 
 
-def check_finite(step, loss, norm, advice):
-    """Raise UserError, which names the step, unless the loss and the gradient norm are finite."""
-    if not (torch.isfinite(loss) and torch.isfinite(norm)):
-        raise UserError(f"step {step}: the loss is {loss.item()}, the gradient norm {norm.item()}; "
-                        f"{advice}")
+def interval(values, student=True):
+    """The Interval of independent values: Student's, or 1.96 standard errors (C.3)."""
+    values = [float(v) for v in values]
+    n = len(values)
+    mean = statistics.fmean(values)
+    if n < 2:
+        return Interval(mean, math.nan, n)
+    quantile = 1.96
+    if student:
+        from scipy.stats import t
+        quantile = float(t.ppf(0.975, n - 1))
+    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(n), n)
 
 
 def environment():
-    """Commit, versions and hardware: what a published number needs beside it."""
+    """Commit, versions and hardware: what a number needs beside it."""
     def git(*args):
         try:
-            return subprocess.run(("git", "-C", str(SOURCE), *args), capture_output=True, text=True,
-                                  timeout=10).stdout.strip()
+            return subprocess.run(("git", "-C", str(SOURCE), *args), capture_output=True,
+                                  encoding="utf-8", errors="replace", timeout=10).stdout.strip()
         except (OSError, subprocess.SubprocessError):  # no git, or one that hangs
             return ""
+
     cpuinfo = Path("/proc/cpuinfo")
-    cpu = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    described = cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else ""
+    cpu = re.search(r"model name\s*: (.*)", described)
     packages = ("torch", "numpy", "einops", "triton", "tokenizers", "safetensors")
-    found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()
-             if d.metadata["Name"] and d.metadata["Name"].lower() in packages}
+    versions = {}
+    for package in sorted(packages):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    program = Path(sys.argv[0]).resolve()
+    inside = program.is_relative_to(SOURCE)
     return {
         "commit": git("rev-parse", "--short=12", "HEAD") or "unknown",
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "python": platform.python_version(), **dict(sorted(found.items())),
+        "argv": [str(program.relative_to(SOURCE)) if inside else program.name, *sys.argv[1:]],
+        "python": platform.python_version(), **versions,
         "hardware": {"cpu": cpu[1] if cpu else platform.processor(), "cores": os.cpu_count(),
-                     "threads": torch.get_num_threads(), "gpus": gpus},
+                     "threads": torch.get_num_threads(),
+                     "gpus": [torch.cuda.get_device_name(i)
+                              for i in range(torch.cuda.device_count())]},
     }
 
 
 def banner(script, cfg, device="cpu", model=None):
-    """Print the one block every script opens with, and return `environment()`."""
-    env = environment()
+    """Print the one block every script opens with. Returns what `save_result` writes beside the
+    numbers: `environment()`, the script's name and when it began.
+    """
+    env = {"script": script.removesuffix(".py"), "began": time.time(), **environment()}
     lines = [f"{script}  commit {env['commit']}{' (dirty)' if env['dirty'] else ''}  "
              f"torch {env.get('torch')}  device {device}  seed {getattr(cfg, 'seed', None)}"]
     if model is not None:
@@ -181,12 +249,17 @@ def banner(script, cfg, device="cpu", model=None):
     return env
 
 
-def publish(script, run, result, cfg=None, env=None):
-    """Write results/<script>/<run>.json: metrics, config, environment. Returns the path.
-
-    env: the `environment()` the run began in, which a long run passes on; default: now. What was
-    published before under this name is replaced; git has it.
+def save_result(path, metrics, cfg, env):
+    """Write what `main` returns with its provenance: configuration, commit, versions, hardware and
+    wall time. env: what `banner` returned. `python -m experiments.publish` copies such a file.
     """
+    seconds = time.time() - env["began"]
+    about = {name: value for name, value in env.items() if name != "began"}
+    write_json(path, {"metrics": metrics, "config": cfg, "seconds": seconds, **about})
+
+
+def publish(script, run, result, cfg=None, env=None):
+    """To be removed: the scripts that still have --publish."""
     path = ROOT / "results" / script / f"{run}.json"
     write_json(path, {"metrics": result, "config": cfg, **(env or environment())})
     return path
@@ -237,12 +310,13 @@ def run_cli(config_class, main, presets=None):
         check_settings(cfg, default)
         return main(cfg)
     except UserError as error:
-        said, status = error, 2
+        said, status = str(error), 2
     except (MemoryError, RuntimeError) as error:  # numpy's; on a GPU torch's, and on a CPU
         if not (isinstance(error, (MemoryError, torch.OutOfMemoryError))
                 or "can't allocate memory" in str(error)):
             raise
-        said, status = f"out of memory ({error}): give smaller sizes or a shorter text", 2
+        said = f"out of memory ({error}): give smaller sizes or a shorter text"
+        status = 2
     except KeyboardInterrupt:
         said, status = "interrupted", 130
     except BrokenPipeError:  # `| head` has seen enough; what is left to flush goes nowhere
@@ -251,7 +325,9 @@ def run_cli(config_class, main, presets=None):
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
-        said, status = (f"{error}: make room, or give a path with rights to it (MARK_ROOT=DIR "
-                        "moves runs/ and results/); what was saved before is whole"), 2
-    print(f"error: {said}", file=sys.stderr)
+        said = (f"{error}: make room, or give a path with rights to it (MARK_ROOT=DIR moves runs/ "
+                "and results/); what was saved before is whole")
+        status = 2
+    # Outside the handlers: an exception that is kept would keep alive all that its frames hold.
+    print(f"error: {readable(said)}", file=sys.stderr)
     sys.exit(status)

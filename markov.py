@@ -42,7 +42,6 @@ from certify import certify
 from checkpoint import load_adapters
 from chunk_scan import A_MIN
 from data import Windows, held_out_split, load_corpus, maskable_tokens, noise_generator
-from hrm_adapter import System, gramians, hankel_singular_values
 from hydra_ssm import check_vocabulary, load_backbone, mixer_inputs, scan_inputs
 from mark_adapters import MAGNITUDES
 from text import make_tokenizer
@@ -85,9 +84,8 @@ def inner(one, other):
 
 
 def hankel_singular_value(op):
-    """The only one, of each y s 2 h: a head is a diagonal system with one state, B = h_0, C = 1."""
-    system = System(op.rate[..., None], op.gain[..., None, None], torch.ones(1, 1).to(op.gain))
-    return hankel_singular_values(*gramians(system))[..., 0]
+    """The only one, of each y s 2 h: [h_{i+j}] has rank one, as h_{i+j} is a product over i, j."""
+    return op.gain.abs() / -torch.expm1(-2 * op.rate)
 
 
 def half_life(op):

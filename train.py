@@ -17,6 +17,7 @@ Differs from the paper: its batch of 112 is read as global. Noise depends on (se
 """
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -142,6 +143,21 @@ def weigh(cfg, item, tokenizer):
     return w, item["masked"].sum()
 
 
+def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
+    """Linear warm-up over `warmup` steps, then cosine to min_ratio * peak (Table 6)."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def check_finite(step, loss, norm, advice):
+    """Raise UserError, which names the step, unless the loss and the gradient norm are finite."""
+    if not (torch.isfinite(loss) and torch.isfinite(norm)):
+        raise common.UserError(f"step {step}: the loss is {loss.item()}, the gradient norm {norm.item()}; "
+                        f"{advice}")
+
+
 def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, after_step):
     """The training loop. Returns the number of steps done.
 
@@ -164,7 +180,7 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
         count, stop = max(1.0, shared[0].item()), shared[1].item() > 0
 
         for group in optimizer.param_groups:
-            group["lr"] = common.learning_rate(step, cfg.steps, cfg.warmup, cfg.lr,
+            group["lr"] = learning_rate(step, cfg.steps, cfg.warmup, cfg.lr,
                                                cfg.min_lr_ratio)
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -180,7 +196,7 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             dist.all_reduce(total)
         norm = torch.nn.utils.clip_grad_norm_(
             [p for group in optimizer.param_groups for p in group["params"]], cfg.clip)
-        common.check_finite(step + 1, total, norm, "the last checkpoint is intact: start again "
+        check_finite(step + 1, total, norm, "the last checkpoint is intact: start again "
                             "with a lower --lr")
         optimizer.step()
         after_step(step + 1, {"loss": total.item(), "gradient_norm": norm.item(), "lr": group["lr"],

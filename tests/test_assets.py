@@ -4,7 +4,7 @@ import torch
 from helpers import ROOT
 
 import hydra_ssm
-import pretrain
+from experiments import pretrain
 from checkpoint import load_adapter
 from data import Windows, load_corpus
 from hydra_ssm import load_backbone

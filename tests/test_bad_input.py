@@ -21,7 +21,7 @@ from tiny import command
 import checkpoint
 import common
 import data
-import pretrain
+from experiments import pretrain
 from hydra_ssm import HydraBert, fingerprint, load_backbone
 from mark_adapters import make_adapter
 from text import ByteTokenizer, WordPiece, read_documents
@@ -123,10 +123,10 @@ def test_a_preset_may_switch_off_what_the_default_has_and_its_user_too(monkeypat
     ("synth_lpv.py", ("--seeds", "16"), ("--seeds", "1 to 15")),
     ("synth_lpv.py", ("--hold-out", "1"), ("--hold-out", "[0, 1)")),
     ("train.py", ("--betas", "0.9", "1"), ("--betas", "0.9, 1.0")),
-    ("study.py", ("--run", "all"), ("all", "rates")),
-    ("study.py", ("--run", "rates"), ("--train", "--test")),
-    ("study.py", ("--seeds", "16"), ("--seeds", "at most 15")),
-    ("study.py", ("--test", "valid=x.txt"), ("valid",))])
+    ("experiments.study", ("--run", "all"), ("all", "rates")),
+    ("experiments.study", ("--run", "rates"), ("--train", "--test")),
+    ("experiments.study", ("--seeds", "16"), ("--seeds", "at most 15")),
+    ("experiments.study", ("--test", "valid=x.txt"), ("valid",))])
 def test_a_wrong_choice_or_pair_is_one_line_with_what_is_allowed(work, script, argv, words):
     refused(command(script, *argv), *words)
 

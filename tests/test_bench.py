@@ -3,8 +3,8 @@ import dataclasses
 import json
 import math
 
-import bench
-import gpu_check
+from experiments import bench
+from experiments import gpu_check
 import hydra_ssm
 import pytest
 import tiny
@@ -185,5 +185,5 @@ def test_the_papers_run_is_counted_as_by_hand():
 @pytest.mark.parametrize("flags", (("--batch", "0"), ("--length", "0"), ("--seeds", "-1"),
                                    ("--passes", "0"), ("--length", "8", "-8")))
 def test_settings_that_cannot_run_are_one_line(flags):
-    run = tiny.command("bench.py", *flags)
+    run = tiny.command("experiments.bench", *flags)
     assert run.status == 2 and run.err.count("\n") == 1 and "need a number from 1" in run.err

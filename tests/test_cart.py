@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cart
-from bench import Count
+from experiments.bench import Count
 from common import UserError
 
 F64 = torch.float64

@@ -3,10 +3,10 @@ import json
 import re
 import shutil
 
-import bench
+from experiments import bench
 import chunk_scan_triton
 import common
-import gpu_check
+from experiments import gpu_check
 import hydra_ssm
 import pytest
 import tiny
@@ -21,13 +21,13 @@ import torch.nn.functional as F
     (("--gpu-check", "--device", "gpu"), "gpu"),
     (("--gpu-check", "--device", "cpu", "--publish"), "a rehearsal on the CPU is no result")))
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(flags, said):
-    run = tiny.command("bench.py", *flags)
+    run = tiny.command("experiments.bench", *flags)
     assert run.status == 2 and run.err.count("\n") == 1 and said in run.err
 
 
 def test_the_rehearsal_checks_gradients_and_times_every_adapter(tmp_path):
     with tiny.root_at(tmp_path):
-        run = tiny.command("bench.py", "--gpu-check", "--device", "cpu")
+        run = tiny.command("experiments.bench", "--gpu-check", "--device", "cpu")
     assert run.status == 0, run.err
     result = json.loads((tmp_path / "runs" / "bench" / "result.json").read_text())["metrics"]
     assert all(0 <= error < 2e-2 for error in result["gradients"].values())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-import hrm_adapter as hrm
+from experiments import hrm_adapter as hrm
 import markov
 from data import noise_generator
 

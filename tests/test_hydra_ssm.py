@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from bench import Count
+from experiments.bench import Count
 from common import UserError
 from helpers import FIXTURES, PREFIX, released_state, write_composer_layout, write_released_layout
 from hydra_ssm import HydraBert, HydraConfig, Modulation, load_backbone

@@ -9,7 +9,7 @@ import scipy.fft
 import torch
 
 import mark_adapters as ma
-from bench import Count
+from experiments.bench import Count
 from common import UserError
 from hydra_ssm import HydraBert, HydraConfig
 from mark_adapters import MarkAdapter, adapter_size, make_adapter, modulation_spread

@@ -14,7 +14,7 @@ from tiny import command
 
 import checkpoint
 import common
-import pretrain
+from experiments import pretrain
 from data import Windows, load_corpus
 from hydra_ssm import HydraBert, load_backbone
 from text import ByteTokenizer
@@ -26,7 +26,7 @@ RUN = ("--seqlen", 32, "--batch", 4, "--steps", 20, "--d-model", 32, "--n-layer"
 
 def start(work, name, *more):
     text = work / "text.txt"
-    return command("pretrain.py", *RUN, "--text", text, "--valid", f"held-out={text}",
+    return command("experiments.pretrain", *RUN, "--text", text, "--valid", f"held-out={text}",
                    "--name", name, *more)
 
 

@@ -68,14 +68,14 @@ def samples():
 
 def study():
     """Every group of cells that is complete."""
-    import study  # here: most of the tables need none of the scripts
+    from experiments import study  # here: most of the tables need none of the scripts
     found = study.tables(study.read_results())
     return "\n\n".join(f"*{title}*\n\n{table}" for title, table in found.items())
 
 
 def claims():
     """What the paper says beside what was found here."""
-    import study
+    from experiments import study
     certified = result("certify/small")["metrics"]["adapters"].values()
     margins = [found["margins"] for found in certified]
     paper, any_text = (min(min(found[name]["epsilon"]) for found in margins)

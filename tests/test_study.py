@@ -12,7 +12,7 @@ import tiny
 import torch
 
 import common
-import study
+from experiments import study
 from data import load_corpus
 from hydra_ssm import HydraConfig, Modulation, load_backbone
 from text import ByteTokenizer
@@ -198,7 +198,7 @@ def test_an_empty_bin_of_t_does_not_spoil_the_others():
 
 def test_a_group_that_does_not_exist_or_has_no_text_is_one_line(work):
     for argv in (("--run", "everything"), ("--run", "frozen")):
-        run = tiny.command("study.py", *argv)
+        run = tiny.command("experiments.study", *argv)
         assert run.status == 2 and run.err.count("\n") == 1 and argv[1] in run.err
 
 

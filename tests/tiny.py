@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # torchrun starts this file as a script
 
 import common  # noqa: E402
 import evaluate  # noqa: E402
-import pretrain  # noqa: E402
+from experiments import pretrain  # noqa: E402
 import train  # noqa: E402
 from data import DiffusionDataset, Windows, load_corpus, write_shards  # noqa: E402
 from hydra_ssm import MODES, HydraBert, HydraConfig, load_backbone  # noqa: E402
@@ -78,7 +78,8 @@ def command(script, *argv):
     sys.argv = [script, *map(str, argv)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            path = f"{script.replace('.', '/')}.py" if script.startswith("experiments.") else script
+            runpy.run_path(str(ROOT / path), run_name="__main__")
     except SystemExit as stop:
         status = stop.code or 0
     finally:

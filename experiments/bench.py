@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import common
 from cart import cart_loss, cart_weights, masked_cross_entropy
 from evaluate import mean_error, show
-from gpu_check import check, make_model, milliseconds
+from experiments.gpu_check import check, make_model, milliseconds
 from hydra_ssm import HydraBert, HydraConfig, Modulation
 from mark_adapters import GEOMETRIES, adapter_size, make_adapter
 from sample import at

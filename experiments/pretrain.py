@@ -25,6 +25,7 @@ from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskab
                   named_sources, noise_generator)
 from hydra_ssm import SMALL, HydraBert, HydraConfig
 from text import ByteTokenizer
+from train import check_finite, learning_rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ def main(cfg):
     with stop_signals() as caught:
         for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
             for group in optimizer.param_groups:
-                group["lr"] = common.learning_rate(step, cfg.steps, max(1, cfg.steps // 20),
+                group["lr"] = learning_rate(step, cfg.steps, max(1, cfg.steps // 20),
                                                    cfg.lr, 0.02)
             with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
                 hidden = model.hidden(item["x_t"], None, item["x0"] != tokenizer.pad_id)
@@ -147,7 +148,7 @@ def main(cfg):
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            common.check_finite(step + 1, loss, norm, "lower --lr and start again")
+            check_finite(step + 1, loss, norm, "lower --lr and start again")
             optimizer.step()
             mean_loss = loss.item() if mean_loss is None else 0.98 * mean_loss + 0.02 * loss.item()
             if (step + 1) % 100 == 0:

@@ -37,6 +37,7 @@ from checkpoint import save_tensors
 from data import load_corpus, noise_generator
 from evaluate import show
 from text import ByteTokenizer
+from train import check_finite, learning_rate
 
 BACKBONE = common.SOURCE / "assets" / "transformer_small.safetensors"
 KEYS = torch.tensor(list(b"<>[]"))   # one of them is to be remembered: chance has ln 4 nats
@@ -277,7 +278,7 @@ def train(model, parameters, task, text, cfg, seed, bf16=False):
     optimizer, warmup = torch.optim.Adam(parameters, betas=(0.9, 0.98)), max(1, cfg.steps // 20)
     for step in common.progress(range(cfg.steps), desc=task):
         for group in optimizer.param_groups:
-            group["lr"] = common.learning_rate(step, cfg.steps, warmup, cfg.lr, 0.02)
+            group["lr"] = learning_rate(step, cfg.steps, warmup, cfg.lr, 0.02)
         lag = LAGS[step % len(LAGS)]
         ids, target = TASKS[task][0](text, cfg.size, lag, noise_generator(seed, step))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -285,7 +286,7 @@ def train(model, parameters, task, text, cfg, seed, bf16=False):
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        common.check_finite(step + 1, loss, norm, "lower --lr or --gate")
+        check_finite(step + 1, loss, norm, "lower --lr or --gate")
         optimizer.step()
 
 

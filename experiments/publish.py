@@ -1,0 +1,74 @@
+"""Copy a run's numbers and figures to where the repository keeps them: results/ and figures/.
+
+Run:      python -m experiments.publish runs/certify --name small
+Last line: "published results/certify/small.json, figures/fig1_certificate.png"
+
+A run writes into runs/, which git ignores. Its result.json already holds the commit, the command,
+the versions and the hardware; this command refuses one that was made from uncommitted code. Of a
+run of train.py with `--preset shipped` it also makes the adapter in assets/, and of one of
+`pretrain.py` with `--preset small` the backbone there.
+
+Symbols:  none.
+Differs from the paper: nothing.
+"""
+import dataclasses
+import shutil
+from pathlib import Path
+
+import torch
+
+import common
+from checkpoint import copy_adapter
+
+ASSETS = common.SOURCE / "assets"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Publish a finished run."""
+    run: str                   # folder with a result.json, such as runs/certify
+    name: str = ""             # of the result; default: the folder's name
+    dirty: bool = False        # allow a run of uncommitted code
+
+
+def copy(source, target):
+    """Copy a file, atomically."""
+    with common.atomic_path(target) as temporary:
+        shutil.copyfile(source, temporary)
+    return target
+
+
+def publish(run, name="", dirty=False):
+    """The paths written for the run folder `run`. Raises UserError."""
+    run = Path(run)
+    source = run / "result.json"
+    if not source.is_file():
+        raise common.UserError(f"{run} holds no result.json; give the folder of a finished run")
+    found = common.read_json(source, "metrics", "config", "script", "commit", "dirty")
+    if found["dirty"] and not dirty:
+        raise common.UserError(f"{source} was made from uncommitted code ({found['commit']}); "
+                               "commit and run again, or give --dirty")
+    script, name = found["script"], name or run.name
+    written = [copy(source, common.ROOT / "results" / script / f"{name}.json")]
+    for figure in sorted(run.glob("*.png")):
+        written.append(copy(figure, common.ROOT / "figures" / figure.name))
+    preset = (found["config"] or {}).get("preset")
+    if (script, preset) == ("train", "shipped"):
+        target = ASSETS / f"adapter_{found['config']['kernel']}.safetensors"
+        copy_adapter(run / "adapter.safetensors", target, torch.float16)
+        written.append(target)
+    if (script, preset) == ("pretrain", "small"):
+        written.append(copy(run / "backbone.safetensors", ASSETS / "hydra_small.safetensors"))
+    return written
+
+
+def main(cfg):
+    written = publish(cfg.run, cfg.name, cfg.dirty)
+    names = [path.relative_to(common.ROOT) if path.is_relative_to(common.ROOT) else path
+             for path in written]
+    common.log(f"published {', '.join(map(str, names))}")
+    return {"written": written}
+
+
+if __name__ == "__main__":
+    common.run_cli(Config, main)
