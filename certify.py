@@ -31,7 +31,6 @@ Differs from the paper: Delta_min, as said above. Everything is in float64 and 1
 """
 import dataclasses
 import math
-import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +39,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-import hydra_ssm
-from checkpoint import load_adapters
+from checkpoint import check_vocabulary, load_adapters, load_backbone
 from chunk_scan import A_MIN
 from data import held_out_split, load_corpus
 from evaluate import make_draws
@@ -144,27 +142,42 @@ def aqs_certificate(A_vertices, P=None):
 # ---- what the hypotheses rest on -----------------------------------------------------------------
 
 
-def read_recurrence(source):
-    """(A_log, dt_bias), each (y, h) in float64, of a checkpoint whose model is not built.
+def recurrence(model):
+    """(A_log, dt_bias) of all layers, each (y, h) in float64."""
+    mixers = [layer.mixer for layer in model.layers]
+    A_log = torch.stack([mixer.A_log for mixer in mixers])
+    dt_bias = torch.stack([mixer.dt_bias for mixer in mixers])
+    return A_log.double(), dt_bias.double()
 
-    Raises UserError, naming the tensor, where a layer lacks one or holds NaN or infinity.
+
+@torch.no_grad()
+def mixer_inputs(model, input_ids, modulation=None, attention_mask=None):
+    """What each layer's mixer is called with on ids (b, l): [(u, m, mask), ...]."""
+    seen = []
+
+    def note(mixer, args):
+        seen.append(args)
+
+    hooks = [layer.mixer.register_forward_pre_hook(note) for layer in model.layers]
+    try:
+        model.hidden(input_ids, modulation, attention_mask)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+@torch.no_grad()
+def scan_inputs(model, inputs):
+    """What each layer's scan reads, from its mixer's (u, m, mask): [(dt, A, B, C, D), ...].
+
+    Shapes as in chunk_scan.py.
     """
-    path, layers = hydra_ssm.locate(source), {}
-    for key, tensor in hydra_ssm.read_tensors(path).items():
-        if match := re.match(r"layers\.(\d+)\.(.*)", hydra_ssm.canonical_name(key)):
-            layers.setdefault(int(match[1]), {})[match[2]] = tensor
-    if not layers:
-        raise common.UserError(f"{path}: holds no Hydra layer")
-    rows = []
-    for y in range(1 + max(layers)):
-        for name in ("mixer.A_log", "mixer.dt_bias"):
-            tensor = layers.get(y, {}).get(name)
-            if tensor is None or tensor.shape != layers[max(layers)].get(name, tensor).shape:
-                raise common.UserError(f"{path}: layers.{y}.{name} is missing or of another size")
-            if not tensor.numel() or not tensor.isfinite().all():
-                raise common.UserError(f"{path}: layers.{y}.{name} is empty, NaN or infinite")
-            rows.append(tensor.double())
-    return torch.stack(rows[::2]), torch.stack(rows[1::2])
+    read = []
+    for layer, (u, m, mask) in zip(model.layers, inputs, strict=True):
+        _, _, dt, A, B, C, D = layer.mixer.project(u, m, mask)
+        read.append((dt, A, B, C, D))
+    return read
 
 
 @torch.no_grad()
@@ -209,8 +222,8 @@ def met_on_text(model, adapter, draws, dt_min=1e-3):
     below = total = 0
     for rows in torch.arange(len(draws.t)).split(max(1, 8192 // draws.x0.shape[1])):
         real = draws.x0[rows] != draws.pad_id                             # b l
-        inputs = hydra_ssm.mixer_inputs(model, draws.x_t[rows], adapter(draws.t[rows]), real)
-        layers = hydra_ssm.scan_inputs(model, inputs)
+        inputs = mixer_inputs(model, draws.x_t[rows], adapter(draws.t[rows]), real)
+        layers = scan_inputs(model, inputs)
         dt = torch.stack([dt[real] for dt, *_ in layers])                 # y tokens 2 h
         rate = torch.stack([(dt * -A[:, None, None])[real] for dt, A, *_ in layers])
         smallest = torch.minimum(smallest, dt.amin((1, 2)))
@@ -292,7 +305,8 @@ def draw(certificate, adapters, path):
 
 def main(cfg):
     env = common.banner("certify.py", cfg)
-    A_log, dt_bias = read_recurrence(cfg.weights)
+    model = load_backbone(cfg.weights)
+    A_log, dt_bias = recurrence(model)
     backbone = certify(A_log, cfg.beta, cfg.dt_min)
     table = backbone_table(backbone, dt_bias)
     common.log(f"\nAlgorithm 4: shifts of A_log within {cfg.beta}, Delta >= {cfg.dt_min} assumed"
@@ -300,8 +314,8 @@ def main(cfg):
     result = {"backbone": backbone.lists(), "table": table, "adapters": {}}
     adapters, certificates = {}, {"Algorithm 4": backbone}
     if cfg.adapter != ("none",) and (cfg.adapter or cfg.weights == "small"):
-        tokenizer, model = make_tokenizer(cfg.vocab), hydra_ssm.load_backbone(cfg.weights)
-        hydra_ssm.check_vocabulary(model, tokenizer)
+        tokenizer = make_tokenizer(cfg.vocab)
+        check_vocabulary(model, tokenizer)
         corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, ()))
         draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
         loaded = load_adapters(cfg.adapter, model.config, mark_only=True)

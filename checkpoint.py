@@ -1,99 +1,557 @@
-"""The run folder and its files: written atomically, read without executing anything.
+"""Files of models and runs: backbones, adapters, the run folder; nothing pickled is executed.
 
-Run:      not a script; pretrain.py, train.py and evaluate.py import it.
-Symbols:  runs/<name>/config.json          configuration, commit, versions and hardware of the run
+Run:      not a script; train.py, evaluate.py and the analyses import it.
+Symbols:  runs/<name>/config.json          configuration, fingerprints of weights and data, commit,
+                                           versions and hardware of the run
           runs/<name>/metrics.jsonl        one JSON object a line: training steps and evaluations
           runs/<name>/adapter.safetensors  the trained adapter. Metadata: format (FORMAT), kernel,
                  backbone (fingerprint of its weights), settings, step, weights, vocab, ... as JSON
           runs/<name>/last.pt              all a resumed run needs: tensors and plain numbers only
-Differs from the paper: nothing.
+          runs/<name>/.lock                held by the process that writes the folder
+Differs from the paper: its public code loads 12 of the released 24 heads; here the sizes follow
+          from the tensors.
 
 Every file but metrics.jsonl, which grows line by line, is written beside its place, fsynced and
 renamed: after a crash there is the old one or the new one. No random state is saved: the noise of a
 sample depends on its place alone (data.py).
 """
+import collections
 import contextlib
+import dataclasses
+import errno
+import hashlib
 import io
 import json
 import os
-import shutil
+import pickle
+import re
 import signal
+import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+import baselines  # noqa: F401  its kernels are among those that load
 import common
+from hydra_ssm import HydraBert, HydraConfig
 from mark_adapters import MarkAdapter, make_adapter
 
+try:
+    import fcntl
+except ImportError:  # no such thing on Windows: runs there are not locked
+    fcntl = None
+
 FORMAT = "mark-adapter 1"  # of adapter.safetensors; the number changes with what it means
+ASSETS = common.SOURCE / "assets"
+SMALL = ASSETS / "hydra_small.safetensors"
 
 
-def open_run(folder, cfg, env, resume=False, overwrite=False, free=()):
-    """Create the run folder and write config.json, or check that `resume` continues the same run.
+# ---- backbones -----------------------------------------------------------------------------------
 
-    free: names of settings that a resumed run may change. A run that was killed before its first
-    checkpoint has no last.pt and is resumed at its beginning. Raises UserError where a folder would
-    be lost, or where the settings of a resumed run differ.
+
+class HubFile(NamedTuple):
+    revision: str
+    filename: str
+    size: int
+    sha256: str
+
+
+HUB_FILES = {"goombalab/hydra": HubFile(
+    "89204f45b7e595243e74d2ed0cab0afc2aa35ef6", "hydra_bert_23layers.pt", 449_652_194,
+    "d38892dd98e4c71e24d3566084e7a64da5c3bfbff2ee4e2ba46e66a61202e1f9")}
+
+RENAMES = (  # released key -> ours
+    (r"^bert\.embeddings\.(word|token_type)_embeddings\.", r"\1_embeddings."),
+    (r"^bert\.embeddings\.LayerNorm\.", "embedding_norm."),
+    (r"^bert\.encoder\.layer\.(\d+)\.layer\.", r"layers.\1."),
+    (r"^cls\.predictions\.transform\.dense\.", "head_dense."),
+    (r"^cls\.predictions\.transform\.LayerNorm\.", "head_norm."),
+    (r"^cls\.predictions\.decoder\.bias$", "decoder_bias"),
+)
+
+
+def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=None):
+    """A frozen HydraBert in eval mode: "small" (shipped), "goombalab/hydra" (released) or a path.
+
+    A path may hold safetensors or a torch file, as a composer checkpoint or a plain state dict.
+    Sizes are read off the tensors. vocab_size=None keeps every row of the embeddings, except that
+    30,528 rows mean 30,522; a number cuts the padded rows. A_log, dt_bias and D stay in float32
+    under a 16-bit dtype. No pickled code is executed. Raises UserError, naming the tensor or what
+    to do.
     """
-    folder, settings = Path(folder), vars(cfg)
-    if resume:
-        if not (folder / "config.json").is_file():
-            raise common.UserError(f"--resume: {folder} holds no run; start it without --resume")
-        before = json.loads((folder / "config.json").read_text())["config"]
-        now = json.loads(json.dumps(settings, default=str))
-        changed = [k for k in now if k not in free and k in before and before[k] != now[k]]
-        if changed:
-            raise common.UserError(
-                f"--resume: {changed[0]} was {before[changed[0]]!r} in {folder} and is "
-                f"{now[changed[0]]!r} now; give the same settings or another --name")
-        for half_written in folder.glob(".*.tmp"):  # when the run was killed
-            half_written.unlink()
-        return folder
-    if folder.is_file() or any(not path.match(".*.tmp") for path in folder.glob("*")):
-        if not overwrite:
-            raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
-                                   "--overwrite, or choose another --name")
-        if not (folder / "config.json").is_file():
-            raise common.UserError(f"{folder} is not a run folder (no config.json), so --overwrite "
-                                   "leaves it alone; choose another --name")
-    for path in folder.glob("*"):
-        if path.name != "config.json":  # which stays until it is replaced: it marks a run
-            whole = path.is_dir() and not path.is_symlink()
-            shutil.rmtree(path) if whole else path.unlink()
-    common.write_json(folder / "config.json", {"config": settings, **env})
+    path = locate(source)
+    state = rename(read_tensors(path), path)
+    state = cut_rows(state, vocab_size, path)
+    config = infer_config(state, path)
+    cast = {}
+    for name, tensor in state.items():
+        keep = name.endswith(("A_log", "dt_bias", "mixer.D")) and dtype.itemsize < 4
+        cast[name] = tensor.to(device, torch.float32 if keep else dtype, copy=True)
+    with torch.device("meta"):
+        model = HydraBert(config)
+    try:
+        model.load_state_dict(cast, assign=True)  # strict: a wrong key or shape ends it
+    except RuntimeError as error:
+        problem = str(error).splitlines()[1].strip()
+        raise common.UserError(f"{path}: is this a Hydra-BERT checkpoint? {problem[:300]}"
+                               ) from None
+    model.config = dataclasses.replace(config, weights=fingerprint(state))
+    return model.requires_grad_(False).eval()
+
+
+def locate(source):
+    """The file of `source`: shipped, fetched from the hub, or a path, which must exist."""
+    if source == "small":
+        path = SMALL
+    elif source in HUB_FILES:
+        path = fetch_backbone(source)
+    else:
+        path = Path(source)
+    if not path.is_file():
+        raise common.UserError(f"weights: no file {path}; give a path, \"small\" or one of "
+                               f"{list(HUB_FILES)}")
+    return path
+
+
+def rename(state, path):
+    """Released or plain keys -> ours; the tied decoder is checked and dropped."""
+    renamed = {}
+    for key, tensor in state.items():
+        name = re.sub(r"^((model|module|_orig_mod)\.)+", "", key)
+        for pattern, replacement in RENAMES:
+            name = re.sub(pattern, replacement, name)
+        if name in renamed:
+            raise common.UserError(f"{path}: two tensors for {name}, one of them {key}")
+        if not torch.isfinite(tensor).all():
+            raise common.UserError(f"{path}: {name} holds NaN or infinity")
+        renamed[name] = tensor
+    decoder = renamed.pop("cls.predictions.decoder.weight", None)
+    word = renamed.get("word_embeddings.weight")
+    if decoder is not None and word is not None and not torch.equal(decoder, word):
+        raise common.UserError(f"{path}: cls.predictions.decoder.weight differs from the word "
+                               "embeddings; Hydra-BERT ties them")
+    return renamed
+
+
+def cut_rows(state, vocab_size, path):
+    """`state` with `vocab_size` rows of embeddings and decoder bias: see load_backbone."""
+    rows = size_of(state, "word_embeddings.weight", 2, path)[0]
+    if vocab_size is None:
+        vocab_size = 30522 if rows == 30528 else rows
+    if vocab_size > rows:
+        raise common.UserError(f"{path}: {rows} embedding rows, but vocab_size {vocab_size} was "
+                               "asked for")
+    cut = dict(state)
+    for name in ("word_embeddings.weight", "decoder_bias"):
+        if size_of(state, name, None, path)[0] == rows:
+            cut[name] = state[name][:vocab_size]
+    return cut
+
+
+def size_of(state, name, ndim, path):
+    """The shape of a tensor that has to be there, with ndim dimensions (None: one at least)."""
+    if name not in state:
+        raise common.UserError(f"{path}: tensor {name} is missing; is this a Hydra-BERT "
+                               "checkpoint?")
+    shape = state[name].shape
+    if not state[name].numel() or len(shape) < 1 or len(shape) != (ndim or len(shape)):
+        raise common.UserError(f"{path}: {name} is {tuple(shape)}, needed {ndim or 1} dimensions, "
+                               "none of them empty")
+    return shape
+
+
+def infer_config(state, path):
+    """HydraConfig from tensors, sizes by shape alone (one group is assumed: they cannot tell)."""
+    mixer = "layers.0.mixer."
+    vocab_size, d_model = size_of(state, "word_embeddings.weight", 2, path)
+    d_inner = size_of(state, mixer + "out_proj.weight", 2, path)[1]
+    h = size_of(state, mixer + "A_log", 1, path)[0]
+    channels = size_of(state, mixer + "conv1d.bias", 1, path)[0]
+    d_conv = size_of(state, mixer + "conv1d.weight", 3, path)[2]
+    numbers = [int(name.split(".")[1]) for name in state if re.match(r"layers\.\d+\.", name)]
+    headdim = d_inner // h
+    sizes = dict(vocab_size=vocab_size, d_model=d_model, headdim=headdim,
+                 expand=d_inner // d_model, n_layer=1 + max(numbers),
+                 d_state=(channels - d_inner) // 4, d_conv=d_conv)
+    if min(sizes.values()) < 1:
+        raise common.UserError(f"{path}: the shapes of word_embeddings.weight and of the A_log, "
+                               "conv1d and out_proj of layers.0.mixer do not fit together "
+                               f"({sizes})")
+    return HydraConfig(**sizes, chunk_size=64 if headdim >= 64 else 32)
+
+
+def fingerprint(state):
+    """sha256 of weights by name, rounded to bfloat16: the same in any file, in bfloat16, float32
+    and float64 (float16 rounds some of them to another neighbour).
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].bfloat16().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_vocabulary(model, tokenizer):
+    """Raise UserError unless the tokenizer's ids are those of the backbone's embeddings."""
+    if model.config.vocab_size != tokenizer.vocab_size:
+        raise common.UserError(f"--vocab: {tokenizer.name} has {tokenizer.vocab_size} ids and the "
+                               f"backbone {model.config.vocab_size}; give the vocabulary that it "
+                               "was pretrained with")
+
+
+# ---- reading tensors, and nothing else, from a file ----------------------------------------------
+
+
+class Inert(dict):
+    """Takes the place of every class and function that a pickle names, and does nothing.
+
+    It takes all that a pickle does to an object: being called, given a state, items, members.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+    def ignore(self, *args):
+        pass
+
+    __setstate__ = append = extend = add = ignore
+    __hash__ = object.__hash__
+
+    def __call__(self, *args, **kwargs):
+        return Inert()
+
+
+class TensorsOnly(pickle.Unpickler):
+    """Rebuilds tensors and dicts of them. Nothing else that a pickle names is imported or called.
+
+    torch's own weights_only reader does not read subclasses of dict and list, of which other
+    people's checkpoints are full (a defaultdict of an optimiser, say).
+    """
+    ALLOWED = {("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+               ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+               ("collections", "OrderedDict"): collections.OrderedDict}
+
+    def find_class(self, module, name):
+        return self.ALLOWED.get((module, name), Inert)
+
+
+class tensors_only:
+    """What torch.load takes as a pickle module."""
+    Unpickler = TensorsOnly
+
+
+def read_tensors(path):
+    """Key -> tensor, mapped from a safetensors or zipped torch file; no pickled code is run."""
+    try:
+        if zipfile.is_zipfile(path):
+            content = read_zipped(path)
+        else:
+            from safetensors.torch import load_file
+            content = load_file(path)
+        tensors = {k: v for k, v in content.items() if isinstance(v, torch.Tensor)}
+    except common.UserError:
+        raise
+    except Exception as error:  # every reader has its own kinds of failure; all mean that
+        first_line = str(error)[:120].partition("\n")[0]
+        raise common.UserError(f"{path}: {unreadable(path)} ({type(error).__name__}: {first_line})"
+                               ) from None
+    if not tensors:
+        raise common.UserError(f"{path}: holds no tensors")
+    return tensors
+
+
+def read_zipped(path):
+    """The state dict of a file of torch.save: a plain one, or a composer checkpoint's."""
+    with zipfile.ZipFile(path) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise common.UserError(f"{path}: a TorchScript program, not weights; save the state "
+                                   "dict of the model in its place")
+    content = torch.load(path, map_location="cpu", mmap=True, weights_only=False,
+                         pickle_module=tensors_only)
+    content = content.get("state", content)
+    return content.get("model", content)
+
+
+def unreadable(path):
+    """Why a file is neither safetensors nor a zip, as far as its first bytes tell."""
+    with open(path, "rb") as file:
+        start = file.read(2)
+    if start[:1] == b"\x80":  # the protocol mark of a pickle
+        return ("a torch file of before version 1.6, which cannot be read without running its "
+                "pickle; load and save it again with a newer torch where you trust it")
+    return "not a readable torch or safetensors file, or cut short"
+
+
+# ---- the hub -------------------------------------------------------------------------------------
+
+
+def fetch_backbone(source):
+    """Path of a hub file in huggingface_hub's cache, fetched if need be; size and hash checked."""
+    import huggingface_hub
+    hub = HUB_FILES[source]
+    try:
+        path = Path(huggingface_hub.hf_hub_download(source, hub.filename, revision=hub.revision))
+    except Exception as error:  # connection, HTTP status, offline mode: classes of several packages
+        raise common.UserError(
+            f"could not fetch {hub.filename} of {source} ({type(error).__name__}); download it "
+            "elsewhere and give its path as --weights, set HF_ENDPOINT to a mirror, or unset "
+            "HF_HUB_OFFLINE") from None
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    if (size, digest.hexdigest()) != (hub.size, hub.sha256):
+        path = path.resolve()  # the snapshot is a link: deleting it alone would leave the bad blob
+        raise common.UserError(f"{path}: {size} bytes with sha256 {digest.hexdigest()[:12]}..., "
+                               f"expected {hub.size} and {hub.sha256[:12]}...; delete the file and "
+                               "try again")
+    return path
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def save_adapter(path, adapter, dtype=torch.float32, **about):
+    """Write a trained adapter in FORMAT: its tensors in `dtype`; as metadata its kernel, settings,
+    the fingerprint of its backbone, `about`, and a checksum of all that.
+    """
+    metadata = {"format": FORMAT, "kernel": adapter.kernel, "backbone": adapter.backbone,
+                "settings": json.dumps(adapter.settings)}
+    for name, value in about.items():
+        metadata[name] = json.dumps(common.plain(value))
+    tensors = {name: v.detach().to(dtype) for name, v in adapter.state_dict().items()}
+    save_tensors(path, tensors, metadata | {"checksum": checksum(tensors, metadata)})
+
+
+def copy_adapter(source, target, dtype):
+    """Write the adapter file `source` again, its tensors in `dtype`."""
+    tensors, metadata = read_adapter(source)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    save_tensors(target, tensors, metadata | {"checksum": checksum(tensors, metadata)})
+
+
+def checksum(tensors, metadata):
+    """sha256 of an adapter's tensors and metadata, so that neither is edited without the other."""
+    digest = hashlib.sha256()
+    for name in sorted(metadata):
+        if name != "checksum":
+            digest.update(f"{name}={metadata[name]}\n".encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def save_tensors(path, tensors, metadata=None):
+    """A safetensors file."""
+    from safetensors.torch import save
+    content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+    with common.atomic_path(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def read_adapter(path):
+    """(tensors, metadata) of an adapter file. Raises UserError, naming the file."""
+    from safetensors import safe_open
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except Exception as error:  # safetensors has its own kinds
+        raise common.UserError(f"{path}: not an adapter ({type(error).__name__}: {error}); give a "
+                               "run folder of train.py or its adapter.safetensors") from None
+    if metadata.get("format") != FORMAT or not {"kernel", "backbone", "settings"} <= set(metadata):
+        raise common.UserError(f"{path}: not in the format {FORMAT!r} of this version's train.py; "
+                               "give a run folder or its adapter.safetensors")
+    if metadata.get("checksum", "") not in ("", checksum(tensors, metadata)):
+        raise common.UserError(f"{path}: its checksum is wrong, so its tensors or settings were "
+                               "changed after training; take the file that train.py wrote")
+    return tensors, metadata
+
+
+def load_adapter(path, config, device="cpu"):
+    """(adapter, about) from a run folder or an adapter.safetensors, for a backbone of `config`.
+
+    Raises UserError where the file is none, or was trained on another backbone; one of the same
+    sizes is told by its fingerprint, where both have one.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "adapter.safetensors"
+    tensors, metadata = read_adapter(path)
+    kernel = metadata["kernel"]
+    try:
+        about = {name: json.loads(value) for name, value in metadata.items()
+                 if name not in ("format", "kernel", "backbone", "checksum")}
+        adapter = make_adapter(kernel, config, **about.pop("settings"))
+    except (common.UserError, TypeError, ValueError) as error:
+        raise common.UserError(f"{path}: not an adapter of this version ({error})") from None
+    check_belongs(path, adapter, tensors, metadata["backbone"])
+    adapter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return adapter.to(device), about
+
+
+def check_belongs(path, adapter, tensors, backbone):
+    """Raise UserError unless tensors are finite and fit `adapter`, made for the same backbone."""
+    expected = adapter.state_dict()
+    wrong = [name for name in expected
+             if name not in tensors or tensors[name].shape != expected[name].shape]
+    wrong += sorted(tensors.keys() - expected.keys())
+    other = backbone and adapter.backbone and backbone != adapter.backbone
+    if wrong or other:
+        seen = (f"see {wrong[0]}" if wrong
+                else f"{backbone[:12]}, and this one is {adapter.backbone[:12]}")
+        raise common.UserError(f"{path}: this {adapter.kernel} adapter belongs to another backbone "
+                               f"({seen}); give the --weights it was trained with")
+    for tensor in tensors.values():
+        if not tensor.isfinite().all():
+            raise common.UserError(f"{path}: holds NaN or infinity; train it again")
+
+
+def load_adapters(paths, config, device="cpu", mark_only=False):
+    """{label: adapter} of run folders and files; the shipped ones where `paths` is empty.
+
+    A label is the file's or the folder's name, or the whole path where that is taken. mark_only
+    raises UserError for an adapter that leaves the recurrence alone.
+    """
+    adapters = {}
+    for path in map(Path, paths or sorted(ASSETS.glob("adapter_*.safetensors"))):
+        adapter, _ = load_adapter(path, config, device)
+        if mark_only and not isinstance(adapter, MarkAdapter):
+            raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
+                                   "recurrence alone; give a hypernet, chebyshev or dct adapter")
+        own = path.resolve().parent if path.name == "adapter.safetensors" else path.resolve()
+        label = own.name.removesuffix(".safetensors").removeprefix("adapter_")
+        if label in adapters or label in ("uniform", "unigram", "frozen"):  # rows of tables
+            label = str(path)
+        adapters[common.readable(label)] = adapter
+    return adapters
+
+
+# ---- the run folder ------------------------------------------------------------------------------
+
+
+RUN_FILES = ("metrics.jsonl", "last.pt", "adapter.safetensors", "backbone.safetensors",
+             "result.json", "*.png", ".*.tmp")
+
+
+def run_folder(name):
+    """runs/<name>. Raises UserError for a name that leads out of runs/."""
+    runs = common.ROOT / "runs"
+    folder = runs / name
+    inside = os.path.normpath(folder).startswith(os.path.normpath(runs) + os.sep)
+    if not inside or ".." in Path(name).parts:
+        raise common.UserError(f"--name: got {name!r}, need a name of a folder inside {runs}")
     return folder
 
 
-def started_now():
-    """[the parent process, when it started]: its number alone may come again. Linux tells when."""
-    pid, stat = os.getppid(), Path(f"/proc/{os.getppid()}/stat")
-    return [pid, stat.read_text().rpartition(")")[2].split()[19] if stat.is_file() else None]
+def open_run(folder, cfg, inputs, env, free=()):
+    """Make the run folder, or check that a resumed run is the same. Returns whether there is a
+    checkpoint to go on from.
+
+    cfg.resume continues the run in the folder and starts one where there is none; cfg.overwrite
+    replaces it. free: names of settings that a resumed run may change. inputs: fingerprints of the
+    weights and texts, which it may not. The folder is this process's from here to its end. Raises
+    UserError where a folder would be lost, is in use, or where a resumed run differs.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        raise common.UserError(f"{folder} is a file; choose another --name")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
+    used = any(path.name != ".lock" and not path.match(".*.tmp") for path in folder.iterdir())
+    if cfg.resume and used:
+        check_same_run(folder, cfg, inputs, free)
+        for half_written in folder.glob(".*.tmp"):  # when the run was killed
+            half_written.unlink()
+        return (folder / "last.pt").is_file()
+    if used:
+        clear_run(folder, cfg.overwrite)
+    common.write_json(folder / "config.json", {"config": cfg, "inputs": inputs, **env})
+    return False
 
 
-def started_by(folder):
-    """`started_now` of the run in `folder`, as it said to open_run; None where there is none."""
-    path = Path(folder) / "config.json"
-    return json.loads(path.read_text()).get("parent") if path.is_file() else None
+LOCKS = {}  # folder: the open file that keeps its lock
+
+
+def lock(folder):
+    """Keep other processes out of a run folder until this one ends, however it ends."""
+    if fcntl is None or folder in LOCKS:
+        return
+    file = open(folder / ".lock", "a")
+    try:
+        # Not flock: its lock would be shared with the loading processes, which outlive a kill.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a file system without locks
+        raise common.UserError(f"{folder} is in use by another process; wait for it, or choose "
+                               "another --name") from None
+    LOCKS[folder] = file  # closing it would end the lock
+
+
+def check_same_run(folder, cfg, inputs, free):
+    """Raise UserError unless the run in the folder had the same settings, weights and texts."""
+    before = common.read_json(folder / "config.json", "config", "commit")
+    settings = common.plain(cfg)
+    for name, value in settings.items():
+        if name not in free and before["config"].get(name, value) != value:
+            raise common.UserError(
+                f"--resume: {name} was {before['config'][name]!r} in {folder} and is {value!r} "
+                "now; give the same settings or another --name")
+    for name, value in inputs.items():
+        if before.get("inputs", {}).get(name, value) != value:
+            raise common.UserError(f"--resume: the content of --{name} has changed since {folder} "
+                                   "was begun; give what it was trained with, or another --name")
+
+
+def clear_run(folder, overwrite):
+    """Remove what a run has written into its folder, and nothing else."""
+    if not overwrite:
+        raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
+                               "--overwrite, or choose another --name")
+    mark = folder / "config.json"
+    try:
+        ours = {"config", "commit", "argv"} <= set(json.loads(mark.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        ours = False
+    if not ours:
+        raise common.UserError(f"{folder} is not a run folder (its config.json is not ours), so "
+                               "--overwrite leaves it alone; choose another --name")
+    for pattern in RUN_FILES:  # config.json stays until it is replaced: it marks a run
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def append_metrics(folder, **row):
     """Add one line to metrics.jsonl; floats that are not finite become null."""
-    with open(Path(folder) / "metrics.jsonl", "a") as file:
+    with open(Path(folder) / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(common.plain(row)) + "\n")
 
 
 def read_metrics(folder, up_to_step=None):
-    """The rows of metrics.jsonl. `up_to_step` drops later rows and a torn last line for good."""
-    path, rows = Path(folder) / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """The rows of metrics.jsonl. `up_to_step` drops later rows and a torn last line for good.
+
+    Raises UserError, naming file and line, for a row that no run has written.
+    """
+    path = Path(folder) / "metrics.jsonl"
+    text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:  # a kill in the middle of a write leaves half a line
+            row = json.loads(line)
+        except ValueError:  # a kill in the middle of a write leaves half a line
             continue
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise common.UserError(f"{path}:{number} has no step, so the file is damaged; remove "
+                                   "the line, or start again with --overwrite")
+        rows.append(row)
     if up_to_step is not None:
         rows = [row for row in rows if row["step"] <= up_to_step]
         with common.atomic_path(path) as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return rows
 
 
@@ -105,105 +563,33 @@ def save_state(path, **state):
         temporary.write_bytes(buffer.getbuffer())
 
 
-def load_state(path, device="cpu"):
-    """What `save_state` wrote. Raises UserError where the file is missing, damaged or another."""
-    if not Path(path).is_file():
-        raise common.UserError(f"{path}: no such checkpoint; start again with --overwrite")
+def restore_state(path, device="cpu", **modules):
+    """Load what `save_state` wrote into modules and optimisers, by name; returns the rest.
+
+    Raises UserError where the file is damaged, or of another run.
+    """
+    again = "remove it and start again with --overwrite"
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch, zip and pickle each have their own
         raise common.UserError(f"{path}: damaged or not a checkpoint ({type(error).__name__}); "
-                               "remove it and start again with --overwrite") from None
-
-
-def save_adapter(path, adapter, dtype=torch.float32, **about):
-    """Write a trained adapter in FORMAT: its tensors in `dtype`; as metadata its kernel, settings,
-    the fingerprint of its backbone and `about`.
-    """
-    metadata = {"format": FORMAT, "kernel": adapter.kernel, "backbone": adapter.backbone,
-                "settings": json.dumps(adapter.settings)}
-    metadata |= {k: json.dumps(v) for k, v in about.items()}
-    save_tensors(path, {k: v.detach().to(dtype) for k, v in adapter.state_dict().items()}, metadata)
-
-
-def save_tensors(path, tensors, metadata=None):
-    """A safetensors file."""
-    from safetensors.torch import save
-    with common.atomic_path(path) as temporary:
-        temporary.write_bytes(save({k: v.contiguous() for k, v in tensors.items()}, metadata))
-
-
-def copy_adapter(source, target, dtype):
-    """Write the adapter file `source` again, its tensors in `dtype`."""
-    from safetensors import safe_open
-    with safe_open(source, "pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name).to(dtype) for name in file.keys()}
-    save_tensors(target, tensors, metadata)
-
-
-def load_adapter(path, config, device="cpu"):
-    """(adapter, about) from a run folder or an adapter.safetensors, for a backbone of `config`.
-
-    Raises UserError where the file is none, or was trained on another backbone; one of the same
-    sizes is told by its fingerprint, where both have one (hydra_ssm.fingerprint).
-    """
-    from safetensors import safe_open
-    path = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
+                               f"{again}") from None
     try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.pop("format", None) != FORMAT:
-                raise common.UserError(f"not in the format {FORMAT!r} of this version's train.py; "
-                                       "give a run folder or its adapter.safetensors")
-            state = {k: file.get_tensor(k).float() for k in file.keys()}
-        kernel, backbone = metadata.pop("kernel"), metadata.pop("backbone")
-        about = {k: json.loads(v) for k, v in metadata.items()}
-        adapter = make_adapter(kernel, config, **about.pop("settings"))
-    except common.UserError as error:
-        raise common.UserError(f"{path}: {error}") from None
-    except Exception as error:  # safetensors has its own kinds
-        raise common.UserError(f"{path}: not an adapter ({type(error).__name__}: {error}); give a "
-                               "run folder of train.py or its adapter.safetensors") from None
-    expected = adapter.state_dict()
-    wrong = [k for k in expected if k not in state or state[k].shape != expected[k].shape]
-    wrong += sorted(state.keys() - expected.keys())
-    known = {backbone, config.weights} - {""}
-    if wrong or len(known) > 1:
-        seen = (f"see {wrong[0]}" if wrong else
-                f"{backbone[:12]}, and this one is {config.weights[:12]}")
-        raise common.UserError(f"{path}: this {kernel} adapter belongs to another backbone ({seen})"
-                               "; give the --weights it was trained with")
-    if not all(v.isfinite().all() for v in state.values()):
-        raise common.UserError(f"{path}: holds NaN or infinity; train it again")
-    adapter.load_state_dict(state)
-    return adapter.to(device), about
-
-
-def load_adapters(paths, config, device="cpu", mark_only=False):
-    """{label: adapter} of run folders and files; the shipped ones where `paths` is empty.
-
-    A label is the file's or the folder's name, or the whole path where that is taken. mark_only
-    raises UserError for an adapter that leaves the recurrence alone.
-    """
-    shipped = sorted((common.SOURCE / "assets").glob("adapter_*.safetensors"))
-    adapters = {}
-    for path in map(Path, paths or shipped):
-        adapter, _ = load_adapter(path, config, device)
-        if mark_only and not isinstance(adapter, MarkAdapter):
-            raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
-                                   "recurrence alone; give a hypernet, chebyshev or dct adapter")
-        own = path.resolve().parent if path.name == "adapter.safetensors" else path.resolve()
-        label = own.name.removesuffix(".safetensors").removeprefix("adapter_")
-        taken = label in adapters or label in ("uniform", "unigram", "frozen")  # rows of tables
-        adapters[str(path) if taken else label] = adapter
-    return adapters
+        for name, module in modules.items():
+            module.load_state_dict(state.pop(name))
+        state["step"] = int(state["step"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise common.UserError(f"{path}: the checkpoint of another run ({type(error).__name__}: "
+                               f"{first_line[:120]}); {again}") from None
+    return state
 
 
 @contextlib.contextmanager
 def stop_signals():
     """Yield a list that SIGTERM and Ctrl-C are added to, in place of ending the process."""
-    caught, before = [], {}
+    caught = []
+    before = {}
     for number in (signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, lambda number, frame: caught.append(number))
     try:

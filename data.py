@@ -113,6 +113,7 @@ class Corpus:
     n_bytes: int       # UTF-8 bytes of the documents' text, for bits per byte
     n_docs: int
     tokenizer: str     # its name
+    fingerprint: str = ""
 
 
 def load_corpus(source, tokenizer, split=None):

@@ -32,10 +32,9 @@ import torch.distributed as dist
 import common
 from cart import (cart_weights, corrupt, corrupt_exactly, masked_cross_entropy, unigram_log_probs,
                   uniform_nats)
-from checkpoint import load_adapters
+from checkpoint import check_vocabulary, load_adapters, load_backbone
 from data import (Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
                   noise_generator)
-from hydra_ssm import check_vocabulary, load_backbone
 from text import make_tokenizer
 
 BINS = 10  # of t, for the cross-entropy per masked token

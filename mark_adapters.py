@@ -1,7 +1,8 @@
 """MaRK adapters: t -> bounded changes of A, dt, D, B, C in every layer (3.4, A.2; eq. 3, 4, 14-20).
 
-Run: `python mark_adapters.py` (12 s on two CPU cores) prints the parameter budgets at the released
-     backbone's size; its last line names the figure it drew, runs/mark_adapters/modulation.png.
+Run: `python mark_adapters.py` (12 s on two CPU cores) prints the geometries' parameter budgets at
+     the released backbone's size; its last line names the figure it drew,
+     runs/mark_adapters/modulation.png.
 
 Symbols:
     t          t            b            diffusion time = masking probability, section 3.2
@@ -23,15 +24,17 @@ Differs from the paper:
 Upstream: github.com/ibitec7/mark, the paper's code.
 """
 import dataclasses
+import importlib
 import math
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
 
-from common import (ROOT, UserError, banner, markdown, publish, run_cli, save_figure,
-                    write_json)
+from common import (ROOT, UserError, banner, log, markdown, new_figure, run_cli, save_figure,
+                    save_result)
 from hydra_ssm import HydraConfig, Modulation
 
 C_DIM = 128                  # width of c_t, Table 7
@@ -39,8 +42,7 @@ BETA_A_MAX = 0.5             # Table 8: the one bound that the stability certifi
 MAGNITUDE = 0.2              # Table 8: where every magnitude starts
 MLP_GAIN, C_GAIN = 1.8, 1.4  # of init="keep": the spread over t survives the SiLU layers
 MAGNITUDES = ("A", "dt", "D", "B_scale", "B_shift", "C_scale", "C_shift")
-GEOMETRIES = ("hypernet", "chebyshev", "dct")
-PUBLISHED = {"hypernet": 6.27, "chebyshev": 10.97, "dct": 7.07, "inject": 2.28, "adaln": 6.84}
+PUBLISHED = {"hypernet": 6.27, "chebyshev": 10.97, "dct": 7.07}  # millions, Table 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +54,11 @@ class AdapterConfig:
     degree: int = 5               # Chebyshev: number K of polynomials T_0 .. T_{K-1}
     n_freqs: int = 8              # DCT: frequencies
     timepoints: int = 256         # DCT: points of the signal u
-    init: str = "keep"            # "keep" t alive through the MLP, or PyTorch's "default"
+    init: Literal["keep", "default"] = "keep"  # keep t alive through the MLP, or PyTorch's start
     mlp_norm: bool = True         # RMS normalisation (no parameters) after every SiLU
     bounded_shifts: bool = True   # False (hypernet only, 3.4): B and C shifts without the tanh
     t_scale: float = 1000.0       # the fastest sinusoid of c_t is sin(t_scale t)
-    lora_rank: int | None = None  # None: the rank whose size is nearest to the hypernet's
+    lora_rank: int | None = None  # LoRA; None: the rank whose size is nearest to the hypernet's
 
 
 # ---- the maths -----------------------------------------------------------------------------------
@@ -64,7 +66,9 @@ class AdapterConfig:
 
 def near_square(n):
     """(a, v) with a v = n and a <= v as close as they get: 64 -> (8, 8), 32 -> (4, 8)."""
-    a = max(a for a in range(1, math.isqrt(n) + 1) if n % a == 0)
+    a = math.isqrt(n)
+    while n % a:
+        a -= 1
     return a, n // a
 
 
@@ -78,7 +82,8 @@ def chebyshev_basis(z, degree):
 
 def dct_basis(n_freqs, timepoints):
     """The first rows of the orthonormal DCT-II, (f, i): basis @ basis^T is the identity."""
-    f, i = torch.arange(n_freqs).double(), torch.arange(timepoints).double()
+    f = torch.arange(n_freqs).double()
+    i = torch.arange(timepoints).double()
     basis = torch.cos(math.pi / timepoints * torch.outer(f, i + 0.5)) * (2 / timepoints) ** 0.5
     basis[0] /= 2 ** 0.5
     return basis.to(torch.get_default_dtype())
@@ -120,7 +125,8 @@ class TimestepEmbedding(nn.Module):
 
     def __init__(self, init="keep", t_scale=1000.0):
         super().__init__()
-        self.lower, self.upper = nn.Linear(C_DIM, C_DIM), nn.Linear(C_DIM, C_DIM)
+        self.lower = nn.Linear(C_DIM, C_DIM)
+        self.upper = nn.Linear(C_DIM, C_DIM)
         if init == "keep":
             for linear in (self.lower, self.upper):
                 nn.init.orthogonal_(linear.weight, C_GAIN)
@@ -153,7 +159,9 @@ class Conditioned(nn.Module):
         if not t.is_floating_point() or t.ndim == 0 or t.shape[1:] not in ((), (C_DIM,)):
             raise UserError(f"t: got {t.dtype} of shape {tuple(t.shape)}, need floats in [0, 1] of "
                             f"shape (b,), or a ready embedding (b, {C_DIM})")
-        return self.timestep(t.to(dtype)) if t.ndim == 1 else t.to(dtype)
+        if t.ndim == 2:
+            return t.to(dtype)
+        return self.timestep(t.to(dtype))
 
     def forward(self, t):
         with torch.autocast(t.device.type, enabled=False):             # float32 under autocast too
@@ -170,8 +178,12 @@ class MarkAdapter(Conditioned):
 
     def __init__(self, config, cfg):
         super().__init__(cfg)
-        self.n_layer, self.nheads, self.rank = config.n_layer, config.nheads, cfg.rank
-        self.mlp_dim, self.mlp_norm, self.init = cfg.mlp_dim, cfg.mlp_norm, cfg.init
+        self.n_layer = config.n_layer
+        self.nheads = config.nheads
+        self.rank = cfg.rank
+        self.mlp_dim = cfg.mlp_dim
+        self.mlp_norm = cfg.mlp_norm
+        self.init = cfg.init
         self.bounded_shifts = cfg.bounded_shifts
         self.n_shifts = cfg.n_shifts or (12 if config.nheads % 12 == 0 else config.nheads)
         if config.nheads % self.n_shifts:
@@ -179,7 +191,8 @@ class MarkAdapter(Conditioned):
                             f"{config.nheads} heads")
         a, v = near_square(config.ngroups * config.d_state)
         self.factors = [a * cfg.rank, cfg.rank * v]                    # numbers in one U, in one V
-        self.shift_size, self.UV_size = 3 * self.n_shifts, 4 * sum(self.factors)
+        self.shift_size = 3 * self.n_shifts
+        self.UV_size = 4 * sum(self.factors)
 
         widths = [C_DIM] + 4 * [cfg.mlp_dim]
         gain = MLP_GAIN if cfg.init == "keep" else None
@@ -191,7 +204,10 @@ class MarkAdapter(Conditioned):
 
     def readout(self, n_out, zero=False, n_in=None):
         """A linear map per layer, from h unless n_in says otherwise."""
-        gain = 0 if zero else 1 if self.init == "keep" else None
+        if zero:
+            gain = 0
+        else:
+            gain = 1 if self.init == "keep" else None
         return StackedLinear(self.n_layer, n_in or self.mlp_dim, n_out, gain)
 
     def readout_UV(self, copies=1, n_in=None):
@@ -202,15 +218,13 @@ class MarkAdapter(Conditioned):
                 tensor.unflatten(-1, (-1, sum(self.factors)))[..., self.factors[0]:] = 0
         return linear
 
-    def heads(self, h):
-        raise NotImplementedError
-
     def hidden(self, t):
         """h = MLP(c_t) of every layer, (y, b, mlp_dim)."""
         h = self.condition(t).expand(self.n_layer, -1, -1)             # y b 128
         for linear in self.mlp:
             h = F.silu(linear(h))                                      # y b mlp_dim
-            h = rms_normalise(h) if self.mlp_norm else h
+            if self.mlp_norm:
+                h = rms_normalise(h)
         return h
 
     def effective_magnitudes(self):
@@ -222,15 +236,18 @@ class MarkAdapter(Conditioned):
         """Eq. 3 and 4: tanh of what the geometry returns, times the learned magnitudes."""
         shift, UV = self.heads(self.hidden(c))
         magnitude = self.effective_magnitudes()[:, None, :, None]      # y 1 7 1
+
+        # eq. 3: beta tanh(shift), each output for nheads / n_shifts neighbouring heads
         shift = rearrange(shift, "y b (m s) -> y b m s", m=3).tanh() * magnitude[:, :, :3]
         A, dt, D = shift.repeat_interleave(self.nheads // self.n_shifts, -1).unbind(2)  # y b h
 
+        # eq. 4: alpha tanh(U V) and beta tanh(U V), for the scales and shifts of B and C
         U, V = rearrange(UV, "y b (m f) -> y b m f", m=4).split(self.factors, -1)
         U = rearrange(U, "y b m (a r) -> y b m a r", r=self.rank)
         V = rearrange(V, "y b m (r v) -> y b m r v", r=self.rank)
         raw = torch.einsum("ybmar,ybmrv->ybmav", U, V).flatten(3)      # y b m gn
         bounded = raw.tanh()
-        if not self.bounded_shifts:
+        if not self.bounded_shifts:                                    # 3.4: m = 1 and 3 are shifts
             bounded = torch.stack([bounded[:, :, 0::2], raw[:, :, 1::2]], 3).flatten(2, 3)
         bounded = bounded * magnitude[:, :, 3:]
         B_scale, C_scale = (1 + bounded[:, :, 0::2]).unbind(2)         # y b gn
@@ -265,9 +282,10 @@ class Chebyshev(MarkAdapter):
         T = chebyshev_basis(self.z(h).tanh(), self.degree)                      # y b k s
         theta = rearrange(self.shift(h), "y b (m k s) -> y b m k s", m=3, k=self.degree)
         shift = (theta * T[:, :, None]).sum(-2).flatten(2)                      # y b (m s)
+        # UV = base + sum over k of Tbar_k UV_k: the base is one more term, of weight 1.
         weight = F.pad(T.mean(-1), (1, 0), value=1)                             # y b (1 k)
-        UV = torch.einsum("ybk,ybkx->ybx", weight,
-                          self.UV(h).unflatten(-1, (1 + self.degree, -1)))      # y b (m f)
+        terms = self.UV(h).unflatten(-1, (1 + self.degree, -1))                 # y b (1 k) (m f)
+        UV = torch.einsum("ybk,ybkx->ybx", weight, terms)                       # y b (m f)
         return shift, UV
 
 
@@ -279,7 +297,8 @@ class DCT(MarkAdapter):
         self.spectrum = self.readout(cfg.n_freqs)
         self.alpha = nn.Parameter(torch.ones(config.n_layer, 1, 1))
         self.shift = self.readout(self.shift_size, zero=True, n_in=cfg.timepoints)
-        self.UV, self.UV_basis = self.readout_UV(), self.readout_UV(n_in=cfg.timepoints)
+        self.UV = self.readout_UV()
+        self.UV_basis = self.readout_UV(n_in=cfg.timepoints)
         self.register_buffer("basis", dct_basis(cfg.n_freqs, cfg.timepoints), persistent=False)
         self.register_buffer("order", 1.0 + torch.arange(cfg.n_freqs), persistent=False)
 
@@ -289,61 +308,11 @@ class DCT(MarkAdapter):
         return self.shift(u), self.UV(h) + self.UV_basis(u)
 
 
-# ---- the baselines of Table 3, and a static one --------------------------------------------------
+# ---- making one ----------------------------------------------------------------------------------
 
 
-class Inject(Conditioned):
-    """Input injection, mixer(h + W c_t). W starts at zero: the identity, as everywhere here."""
-
-    def __init__(self, config, cfg):
-        super().__init__(cfg)
-        self.W = StackedLinear(config.n_layer, C_DIM, config.d_model, gain=0)
-
-    def modulate(self, c):
-        return Modulation(in_shift=self.W(c.expand(len(self.W.weight), -1, -1)))
-
-
-class AdaLN(Conditioned):
-    """AdaLN-Zero as in DiT, h + (1 + gate) mixer((1 + scale) h + shift), from Linear(SiLU(c_t))."""
-
-    def __init__(self, config, cfg):
-        super().__init__(cfg)
-        self.W = StackedLinear(config.n_layer, C_DIM, 3 * config.d_model, gain=0)
-
-    def modulate(self, c):
-        c = F.silu(c).expand(len(self.W.weight), -1, -1)
-        scale, shift, gate = self.W(c).chunk(3, -1)                    # y b d
-        return Modulation(in_scale=scale, in_shift=shift, out_gate=gate)
-
-
-class LoRA(nn.Module):
-    """Low-rank changes of in_proj and out_proj, the same at every t: down random, up zero."""
-
-    def __init__(self, config, cfg):
-        super().__init__()
-        y, d, e, o = config.n_layer, config.d_model, config.d_inner, config.d_in_proj
-        self.rank = r = cfg.lora_rank or matched_lora_rank(config, cfg)
-        self.in_down = nn.Parameter(torch.empty(y, r, d).uniform_(-d ** -0.5, d ** -0.5))
-        self.in_up = nn.Parameter(torch.zeros(y, o, r))
-        self.out_down = nn.Parameter(torch.empty(y, r, e).uniform_(-e ** -0.5, e ** -0.5))
-        self.out_up = nn.Parameter(torch.zeros(y, d, r))
-
-    def forward(self, t=None):
-        return Modulation(lora=(self.in_down, self.in_up, self.out_down, self.out_up))
-
-
-class Frozen(nn.Module):
-    """The backbone as it is."""
-
-    def __init__(self, config, cfg):
-        super().__init__()
-
-    def forward(self, t=None):
-        return Modulation()
-
-
-KERNELS = {"hypernet": Hypernet, "chebyshev": Chebyshev, "dct": DCT,
-           "inject": Inject, "adaln": AdaLN, "lora": LoRA, "none": Frozen}
+GEOMETRIES = ("hypernet", "chebyshev", "dct")
+KERNELS = {"hypernet": Hypernet, "chebyshev": Chebyshev, "dct": DCT}  # baselines.py adds its own
 
 
 def make_adapter(kernel, config, **settings):
@@ -351,34 +320,36 @@ def make_adapter(kernel, config, **settings):
 
     adapter(t) -> Modulation, t (b,) in [0, 1] or a ready embedding (b, 128). Raises UserError.
     """
-    cfg = AdapterConfig(**settings)
+    if kernel not in KERNELS:  # looked up by name, since that file stands above this one
+        importlib.import_module("baselines")
     if kernel not in KERNELS:
         raise UserError(f"kernel: got {kernel!r}, need one of {', '.join(KERNELS)}")
+    cfg = AdapterConfig(**settings)
+    check_adapter(kernel, cfg)
+    adapter = KERNELS[kernel](config, cfg)
+    adapter.kernel = kernel
+    adapter.settings = settings
+    adapter.backbone = config.weights
+    return adapter
+
+
+def check_adapter(kernel, cfg):
+    """Raise UserError where an AdapterConfig cannot be made."""
     if cfg.init not in ("keep", "default"):
         raise UserError(f"init: got {cfg.init!r}, need keep or default")
     if not cfg.bounded_shifts and kernel != "hypernet":
         raise UserError(f"bounded_shifts=False: got kernel {kernel!r}, need hypernet (3.4)")
-    for name, least in (("n_shifts", 1), ("mlp_dim", 1), ("rank", 1), ("degree", 2), ("n_freqs", 1),
-                        ("timepoints", cfg.n_freqs), ("lora_rank", 1)):
+    least = {"n_shifts": 1, "mlp_dim": 1, "rank": 1, "degree": 2, "n_freqs": 1,
+             "timepoints": cfg.n_freqs, "lora_rank": 1}
+    for name, smallest in least.items():
         value = getattr(cfg, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}: got {value}, need at least {least}")
-    adapter = KERNELS[kernel](config, cfg)
-    adapter.kernel, adapter.settings, adapter.backbone = kernel, settings, config.weights
-    return adapter
+        if value is not None and value < smallest:
+            raise UserError(f"{name}: got {value}, need at least {smallest}")
 
 
 def adapter_size(adapter):
     """Number of parameters without those of the shared c_t, as the paper counts them (Table 3)."""
     return sum(p.numel() for name, p in adapter.named_parameters() if "timestep" not in name)
-
-
-def matched_lora_rank(config, cfg):
-    """The LoRA rank whose size is nearest to a hypernet's with the same settings."""
-    with torch.device("meta"):
-        target = adapter_size(Hypernet(config, dataclasses.replace(cfg, init="default")))
-    per_rank = config.d_model + config.d_in_proj + config.d_inner + config.d_model
-    return max(1, round(target / (config.n_layer * per_rank)))
 
 
 @torch.no_grad()
@@ -390,8 +361,10 @@ def modulation_spread(adapter, n=65):
     if not hasattr(adapter, "timestep"):
         return {}
     t = torch.linspace(0, 1, n, device=adapter.timestep.angular.device)
-    values = {name: value for name, value in vars(adapter(t)).items() if value is not None}
-    spread = {name: value.std(dim=1).mean().item() for name, value in values.items()}
+    spread = {}
+    for name, value in vars(adapter(t)).items():
+        if isinstance(value, torch.Tensor):
+            spread[name] = value.std(dim=1).mean().item()
     spread["mean"] = sum(spread.values()) / len(spread)
     if hasattr(adapter, "hidden"):
         spread["hidden"] = adapter.hidden(t).std(dim=1).mean().item()
@@ -408,16 +381,27 @@ class Config:
     layer: int = 0                   # layer that is drawn
     t_max: float = 0.1               # draw 0 <= t <= t_max: 16 turns of c_t's fastest sinusoid
     seed: int = 42                   # of the random readouts in the figure
-    publish: bool = False            # also write results/mark_adapters/budgets.json
 
 
 def budgets(config):
-    """[(kernel, n_shifts, size)]: the geometries with 12 and 24 shifts, then the baselines."""
-    rows = [(kernel, n) for n in (12, 24) for kernel in GEOMETRIES]
-    rows += [(kernel, None) for kernel in ("inject", "adaln", "lora")]
+    """Sizes of the geometries with 12 and with 24 shifts, as records."""
+    rows = []
     with torch.device("meta"):                                         # shapes alone
-        return [(kernel, n, adapter_size(make_adapter(kernel, config, n_shifts=n, init="default")))
-                for kernel, n in rows]
+        for n_shifts in (12, 24):
+            for kernel in GEOMETRIES:
+                adapter = make_adapter(kernel, config, n_shifts=n_shifts, init="default")
+                size = adapter_size(adapter)
+                rows.append({"kernel": kernel, "n_shifts": n_shifts, "size": size})
+    return rows
+
+
+def budget_table(rows):
+    """Markdown of `budgets`, beside what the paper says."""
+    lines = []
+    for row in rows:
+        published = PUBLISHED[row["kernel"]] if row["n_shifts"] == 12 else "-"
+        lines.append([row["kernel"], row["n_shifts"], f"{row['size']:,}", published])
+    return markdown(["adapter", "n_shifts", "parameters", "published, M"], *lines)
 
 
 @torch.no_grad()
@@ -431,15 +415,16 @@ def randomise_readouts(adapter):
 @torch.no_grad()
 def draw_modulation(adapters, cfg, path):
     """One panel per adapter: the A shifts of three neighbouring groups of heads against t."""
-    from matplotlib.figure import Figure
     t = torch.linspace(0, cfg.t_max, 1001)
-    figure = Figure(figsize=(4 * len(adapters), 3), layout="constrained")
+    figure = new_figure(4 * len(adapters), 3)
     axes = figure.subplots(1, len(adapters), sharey=True)
     for ax, adapter in zip(axes, adapters):
         beta_A = adapter.effective_magnitudes()[cfg.layer, 0].item()
+        neighbours = adapter.nheads // adapter.n_shifts
+        shifts = adapter(t).A[cfg.layer, :, ::neighbours]              # t s
         ax.axhspan(-beta_A, beta_A, color="0.93")
-        ax.plot(t, adapter(t).A[cfg.layer, :, ::adapter.nheads // adapter.n_shifts][:, :3], lw=1)
-        ax.set(title=f"{adapter.kernel}, {adapter_size(adapter) / 1e6:.2f} M", xlabel="t")
+        ax.plot(t, shifts[:, :3], lw=1)
+        ax.set(title=f"{adapter.kernel}, random readouts", xlabel="t")
     axes[0].set_ylabel("shift of A_log (grey: within beta_A)")
     save_figure(figure, path)
 
@@ -451,25 +436,21 @@ def main(cfg):
     if cfg.layer >= config.n_layer:
         raise UserError(f"--layer: got {cfg.layer}, need 0 to {config.n_layer - 1}")
     rows = budgets(config)
-    print(f"{config.n_layer} layers, {config.nheads} heads; c_t's MLP (33,024 more) not counted\n")
-    print(markdown(["adapter", "n_shifts", "parameters", "published, M"], *(
-        [kernel, n_shifts or "-", f"{size:,}",
-         "-" if n_shifts == 24 else PUBLISHED.get(kernel, "-")]
-        for kernel, n_shifts, size in rows)))
+    log(f"{config.n_layer} layers, {config.nheads} heads; c_t's MLP (33,024 more) not counted\n")
+    log(budget_table(rows))
 
     adapters = [make_adapter(kernel, config) for kernel in GEOMETRIES]
-    result = {"sizes": [dict(zip(("kernel", "n_shifts", "size"), row)) for row in rows],
-              "hidden_spread": {a.kernel: modulation_spread(a)["hidden"] for a in adapters}}
-    print("\nstandard deviation of h over t at the start: "
-          + ", ".join(f"{k} {v:.2f}" for k, v in result["hidden_spread"].items()))
+    spreads = {a.kernel: modulation_spread(a)["hidden"] for a in adapters}
+    log("\nstandard deviation of h over t at the start: "
+        + ", ".join(f"{kernel} {spread:.2f}" for kernel, spread in spreads.items()))
+    result = {"sizes": rows, "hidden_spread": spreads}
+    folder = ROOT / cfg.out
+    save_result(folder / "result.json", result, cfg, env)
     for adapter in adapters:
         randomise_readouts(adapter)
-    figure = ROOT / cfg.out / "modulation.png"
-    draw_modulation(adapters, cfg, figure)
-    write_json(ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
-    if cfg.publish:
-        publish("mark_adapters", "budgets", result, cfg, env)
-    print(f"untrained, with random readouts (at the start every modulation is zero): {figure}")
+    draw_modulation(adapters, cfg, folder / "modulation.png")
+    log("untrained, with random readouts (at the start every modulation is zero): "
+        f"{folder / 'modulation.png'}")
     return result
 
 

@@ -38,11 +38,11 @@ import torch.nn.functional as F
 
 import common
 from cart import corrupt
-from certify import certify
-from checkpoint import load_adapters
+from certify import certify, mixer_inputs, scan_inputs
+from checkpoint import check_vocabulary, load_adapters, load_backbone
 from chunk_scan import A_MIN
 from data import Windows, held_out_split, load_corpus, maskable_tokens, noise_generator
-from hydra_ssm import check_vocabulary, load_backbone, mixer_inputs, scan_inputs
+from hydra_ssm import Modulation
 from mark_adapters import MAGNITUDES
 from text import make_tokenizer
 
@@ -64,8 +64,11 @@ class Operator(NamedTuple):
 
 def frozen_operator(model, inputs, modulation=None, zoh=False):
     """The Operator at each real token of `inputs`, the frozen backbone's `mixer_inputs`."""
-    parts, real = [], inputs[0][2]                                        # b l
-    modulated = [(u, op, mask) for (u, _, mask), op in zip(inputs, model.operators(modulation))]
+    parts = []
+    u, _, mask = inputs[0]
+    real = torch.ones_like(u[..., 0], dtype=torch.bool) if mask is None else mask  # b l
+    layers = (modulation or Modulation()).by_layer(model)
+    modulated = [(u, m, mask) for (u, _, mask), m in zip(inputs, layers, strict=True)]
     for dt, A, B, C, _ in scan_inputs(model, modulated):
         heads = dt.shape[-1] // B.shape[3]                                # of one group
         A = A.double()[:, None].expand(*real.shape, -1)[real][:, None]    # s 1 h

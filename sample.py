@@ -33,10 +33,9 @@ import torch
 
 import common
 from cart import unigram_log_probs
-from checkpoint import load_adapter
+from checkpoint import SMALL, check_vocabulary, load_adapter, load_backbone
 from data import Corpus, Windows, load_corpus, maskable_tokens, noise_generator
 from evaluate import elbo_terms, make_draws, sequence_losses
-from hydra_ssm import SMALL, check_vocabulary, load_backbone
 from text import make_tokenizer
 
 ORDERS = ("confidence", "entropy", "margin", "random")

@@ -37,7 +37,8 @@ import torch.nn.functional as F
 
 import common
 from chunk_scan import bidirectional_scan, chunked_scan, random_inputs
-from hydra_ssm import HydraBert, HydraConfig, load_backbone
+from hydra_ssm import HydraBert, HydraConfig
+from checkpoint import load_backbone
 from mark_adapters import KERNELS, make_adapter
 
 

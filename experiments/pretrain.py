@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 
 import common
 from cart import corrupt, masked_cross_entropy, uniform_nats
-from checkpoint import (append_metrics, load_state, open_run, read_metrics, save_state,
+from checkpoint import (SMALL, append_metrics, load_state, open_run, read_metrics, save_state,
                         save_tensors, stop_signals)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   named_sources, noise_generator)
-from hydra_ssm import SMALL, HydraBert, HydraConfig
+from hydra_ssm import HydraBert, HydraConfig
 from text import ByteTokenizer
 from train import check_finite, learning_rate
 

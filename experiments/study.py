@@ -43,10 +43,10 @@ import torch.nn.functional as F
 
 import common
 import train
-from checkpoint import load_adapter
+from checkpoint import load_adapter, load_backbone
 from data import held_out_split, load_corpus, named_sources
 from evaluate import BINS, CONTROLS, columns, losses_by_t, mean_by_t, mean_error, score, show
-from hydra_ssm import MODES, HydraBert, load_backbone
+from hydra_ssm import MODES, HydraBert
 from mark_adapters import GEOMETRIES, adapter_size
 from text import make_tokenizer
 

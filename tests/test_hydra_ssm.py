@@ -12,11 +12,14 @@ import types
 import numpy as np
 import pytest
 import torch
-from experiments.bench import Count
+from baselines import Conditioning
+from checkpoint import load_backbone
 from common import UserError
 from helpers import FIXTURES, PREFIX, released_state, write_composer_layout, write_released_layout
-from hydra_ssm import HydraBert, HydraConfig, Modulation, load_backbone
+from hydra_ssm import Config, HydraBert, HydraConfig, Modulation, main
 from scipy.special import erf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SIZES = dict(vocab_size=24, d_model=8, n_layer=2, d_state=3, d_conv=5, expand=2, headdim=4,
              ngroups=1)
@@ -152,6 +155,12 @@ def random_modulation(cfg, b, fields=STATE_FIELDS, seed=0, size=0.3):
     return {name: mod[name] for name in fields}
 
 
+def modulation_of(mod):
+    """A Modulation of the fields in a dict; a Conditioning where a baseline's are among them."""
+    kind = Modulation if set(mod) <= set(STATE_FIELDS) else Conditioning
+    return kind(**mod)
+
+
 def as_numpy(modulation):
     return {k: [part.numpy() for part in v] if k == "lora" else v.detach().numpy()
             for k, v in modulation.items()}
@@ -185,7 +194,7 @@ def test_the_whole_network_equals_the_numpy_loop(tmp_path, changes, length):
     ids = random_ids(cfg, 2, length)
     assert_close(model(ids), reference_logits(state, cfg, ids.numpy()), REFERENCE)
     mod = random_modulation(cfg, 2)
-    assert_close(model(ids, Modulation(**mod)),
+    assert_close(model(ids, modulation_of(mod)),
                  reference_logits(state, cfg, ids.numpy(), modulation=as_numpy(mod)), REFERENCE)
 
 
@@ -194,7 +203,7 @@ def test_each_modulated_field_alone_equals_the_numpy_loop(tmp_path, field):
     model, state, cfg = build(tmp_path)
     ids, mod = random_ids(cfg, 2, 7), random_modulation(cfg, 2, (field,))
     want = reference_logits(state, cfg, ids.numpy(), modulation=as_numpy(mod))
-    assert_close(model(ids, Modulation(**mod)), want, REFERENCE)
+    assert_close(model(ids, modulation_of(mod)), want, REFERENCE)
     assert not np.allclose(want, model(ids).numpy(), rtol=0, atol=1e-3), "the field changed nothing"
 
 
@@ -204,7 +213,7 @@ def test_all_fields_together_with_padding_equal_the_numpy_loop(tmp_path):
     real = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
     mod = random_modulation(cfg, 2, STATE_FIELDS + BASELINE_FIELDS + ("lora",))
     want = reference_logits(state, cfg, ids.numpy(), real.numpy(), as_numpy(mod))
-    got = model(ids, Modulation(**mod), attention_mask=real)
+    got = model(ids, modulation_of(mod), attention_mask=real)
     assert_close(got[real.bool()], want[real.bool().numpy()], REFERENCE)
 
 
@@ -217,7 +226,7 @@ def test_gradients_of_a_modulation_equal_differences_of_the_numpy_loop(tmp_path,
     mod |= random_modulation(cfg, 2, (field,), seed=1)
     weight = torch.randn(2, 6, cfg.vocab_size, generator=torch.Generator().manual_seed(2)).double()
     leaf = mod[field].clone().requires_grad_()
-    (model(ids, Modulation(**mod | {field: leaf})) * weight).sum().backward()
+    (model(ids, modulation_of(mod | {field: leaf})) * weight).sum().backward()
     for seed in (3, 4):
         direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(seed)).double()
         ends = [(reference_logits(state, cfg, ids.numpy(), modulation=as_numpy(
@@ -245,9 +254,9 @@ def test_padding_is_exact(tmp_path, dtype, tolerance):
                 ids[i, start:start + row.shape[1]] = row
                 real[i, start:start + row.shape[1]] = 1
             for modulation in (None, mod):
-                batch = model(ids, modulation and Modulation(**modulation), attention_mask=real)
+                batch = model(ids, modulation and modulation_of(modulation), attention_mask=real)
                 for i, row in enumerate(rows):
-                    own = modulation and Modulation(**{k: v[:, i:i + 1] for k, v in mod.items()})
+                    own = modulation and modulation_of({k: v[:, i:i + 1] for k, v in mod.items()})
                     assert_close(batch[i][real[i].bool()], model(row, own)[0], tolerance)
     unmasked = model(ids)[0][real[0].bool()]
     assert not torch.allclose(unmasked, model(rows[0])[0], atol=1e-2), "pads matter without a mask"
@@ -269,9 +278,9 @@ def test_zero_shifts_and_unit_scales_equal_no_modulation_bit_for_bit(dtype):
     frozen = model(ids)
     assert frozen.dtype == dtype
     assert torch.equal(model(ids, Modulation()), frozen)
-    assert torch.equal(model(ids, Modulation(**zeros)), frozen)
+    assert torch.equal(model(ids, modulation_of(zeros)), frozen)
     only_state = {k: zeros[k] for k in STATE_FIELDS}
-    assert torch.equal(model(ids, Modulation(**only_state)), frozen)
+    assert torch.equal(model(ids, modulation_of(only_state)), frozen)
 
 
 @pytest.mark.parametrize("field, parameter", (("A", "A_log"), ("dt", "dt_bias"), ("D", "D")))
@@ -287,7 +296,7 @@ def test_a_shift_equals_editing_the_weight(tmp_path, field, parameter):
     ids = random_ids(cfg, 1, 12)
     plain = load_backbone(tmp_path / "plain.pt")
     want = load_backbone(tmp_path / "edited.pt")(ids)
-    assert_close(plain(ids, Modulation(**{field: shift})), want, 1e-6)    # the same float32 sum
+    assert_close(plain(ids, modulation_of({field: shift})), want, 1e-6)    # the same float32 sum
     assert not torch.allclose(plain(ids), want, atol=1e-3)
 
 
@@ -295,9 +304,9 @@ def test_each_sequence_gets_its_own_modulation(tmp_path):
     model, _, cfg = build(tmp_path)
     ids = random_ids(cfg, 3, 10)
     mod = random_modulation(cfg, 3, STATE_FIELDS + BASELINE_FIELDS)
-    together = model(ids, Modulation(**mod))
+    together = model(ids, modulation_of(mod))
     for i in range(3):
-        alone = Modulation(**{k: v[:, i:i + 1] for k, v in mod.items()})
+        alone = modulation_of({k: v[:, i:i + 1] for k, v in mod.items()})
         assert_close(model(ids[i:i + 1], alone), together[i:i + 1], 1e-12)
 
 
@@ -306,7 +315,7 @@ def test_each_sequence_gets_its_own_modulation(tmp_path):
     ("BC", STATE_FIELDS[3:]), ("all-except-A", STATE_FIELDS[1:]),
     ("all-except-dt", ("A",) + STATE_FIELDS[2:])))
 def test_a_mode_keeps_exactly_what_it_names(mode, kept):
-    mod = Modulation(**random_modulation(config_of(), 2))
+    mod = modulation_of(random_modulation(config_of(), 2))
     left = mod.keep(mode)
     for name in STATE_FIELDS:
         assert getattr(left, name) is (getattr(mod, name) if name in kept else None), name
@@ -317,7 +326,7 @@ def test_a_mode_keeps_exactly_what_it_names(mode, kept):
 
 def test_the_head_works_on_any_leading_shape_and_completes_hidden(tmp_path):
     model, _, cfg = build(tmp_path)
-    ids, mod = random_ids(cfg, 2, 6), Modulation(**random_modulation(cfg, 2))
+    ids, mod = random_ids(cfg, 2, 6), modulation_of(random_modulation(cfg, 2))
     hidden = model.hidden(ids, mod)
     assert hidden.shape == (2, 6, cfg.d_model)
     logits = model(ids, mod)
@@ -343,16 +352,61 @@ def test_the_full_size_has_the_released_number_of_parameters():
     assert sum(p.numel() for p in model.parameters()) == 112_082_098
 
 
-def test_applying_a_modulation_costs_at_most_two_operations_per_layer(tmp_path):
+class Touched(TorchDispatchMode):
+    """Sizes of what operations on given tensors, or on views of them, make; views do not count."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.sizes, self.operations = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operations += not func.is_view
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs))
+                 if isinstance(x, torch.Tensor)}
+        if given & self.storages and not func.is_view:
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_applying_a_modulation_costs_five_small_operations_a_layer(tmp_path):
     cfg = config_of(n_layer=12)
     write_released_layout(tmp_path / "w.pt", cfg)
     model = load_backbone(tmp_path / "w.pt")
     ids, mod = random_ids(cfg, 2, 16), random_modulation(cfg, 2)
     modulation = Modulation(**{k: v.float() for k, v in mod.items()})
-    counts = []
-    for given in (None, modulation):
-        with torch.no_grad(), Count() as count:
-            model(ids, given)
-        counts.append(count.operations)
-    assert counts[0] > 12 * 20, "the frozen pass was not counted"
-    assert counts[1] - counts[0] <= 2 * cfg.n_layer
+    with torch.no_grad(), Touched(vars(modulation).values()) as touched:
+        model(ids, modulation)
+    assert len(touched.sizes) == 5 * cfg.n_layer
+    heads, states = 2 * model.config.nheads, 2 * 16 * 2 * cfg.d_state     # b h, b l d n
+    assert sorted(touched.sizes) == sorted(cfg.n_layer * [heads] * 3 + cfg.n_layer * [states] * 2)
+    with torch.no_grad(), Touched([torch.zeros(1)]) as frozen:
+        model(ids)
+    assert frozen.operations - touched.operations <= 7  # its zeros and ones are made first
+
+
+def test_the_command_shows_the_ranks_of_the_matrix_of_eq_11(capsys):
+    result = main(Config(seqlen=20, d_state=3))
+    assert max(result["ranks"]) == 3 and result["released"] == 112_082_098
+    assert "at most 3" in capsys.readouterr().out
+
+
+def test_the_mixer_matrix_is_quasiseparable_and_times_x_is_y(tmp_path):
+    model, _, cfg = build(tmp_path, d_state=2, headdim=4)
+    mixer = model.layers[1].mixer
+    u = torch.randn(1, 9, cfg.d_model, dtype=torch.float64)
+    m = Modulation(**random_modulation(cfg, 1)).by_layer(model)[1]
+    M = mixer.matrix(u, m)                                                # h l l
+    _, x, dt, A, B, C, D = mixer.project(u, m)
+    for i in range(9):  # straight from the recurrence: forward below, backward above the diagonal
+        for j in range(9):
+            way, between = (0, range(j + 1, i)) if i > j else (1, range(i + 1, j))
+            for head in range(len(M)):
+                want = D[0, i, head]
+                if i != j:
+                    source, reader = (i - 1, i + 1)[way], j
+                    decay = sum(dt[0, k, way, head] * A[0, head] for k in between)
+                    want = dt[0, reader, way, head] * torch.exp(torch.as_tensor(decay)) * (
+                        C[0, source, way, 0] @ B[0, reader, way, 0])
+                torch.testing.assert_close(M[head, i, j], want, rtol=1e-6, atol=1e-12)

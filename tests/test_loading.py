@@ -1,4 +1,5 @@
 """Loading weights: every layout people have, every fault named, and no pickled code executed."""
+import collections
 import contextlib
 import hashlib
 import http.server
@@ -14,9 +15,9 @@ import types
 import numpy as np
 import pytest
 import torch
+from checkpoint import load_backbone
 from common import UserError
 from helpers import FIXTURES, PREFIX, ROOT, released_state, write_released_layout
-from hydra_ssm import load_backbone
 from safetensors.torch import save_file
 
 GOLDEN = FIXTURES / "hydra_bert_small.pt"
@@ -299,21 +300,49 @@ def test_objects_of_absent_packages_do_not_hinder(tmp_path):
     assert torch.equal(logits_of(tmp_path / "composer.pt"), plain(IDS))
 
 
+class Tags(dict):
+    """A dict of somebody's package."""
+
+
+class Steps(list):
+    """A list of somebody's package."""
+
+
+def test_subclasses_of_dict_and_list_beside_the_weights_do_not_hinder(tmp_path, golden_state,
+                                                                      expected):
+    """As the authors' Lightning files hold them: nothing of theirs is imported or called."""
+    others = {"defaults": collections.defaultdict(list, lr=[1e-3]), "tags": Tags(a=1),
+              "steps": Steps([1, 2]), "order": collections.OrderedDict(b=2), "set": {3, 4},
+              "counter": collections.Counter("abca"), "kind": Tags, "path": tmp_path}
+    content = {"state": {"model": golden_state, **others}, **others}
+    torch.save(content, tmp_path / "w.pt")
+    assert torch.equal(logits_of(tmp_path / "w.pt"), expected)
+    torch.save(Tags(golden_state), tmp_path / "own.pt")
+    assert torch.equal(logits_of(tmp_path / "own.pt"), expected)
+
+
+def test_a_file_of_an_old_torch_or_a_program_is_named_as_what_it_is(tmp_path, golden_state):
+    torch.save(golden_state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert "before version 1.6" in refusal(tmp_path / "old.pt")
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "program.pt")
+    assert "TorchScript" in refusal(tmp_path / "program.pt")
+
+
 # ------------------------------------------------------------------------------------------ the hub
 
 DRIVER = """
 import json, os, sys, time
 import torch
-import hydra_ssm
+import checkpoint
 time.sleep = lambda seconds: None           # the library waits 23 s between its tries to connect
 answers = []
 for case in json.loads(sys.argv[1]):
-    hydra_ssm.HUB_FILES["goombalab/hydra"] = hydra_ssm.HubFile(
+    checkpoint.HUB_FILES["goombalab/hydra"] = checkpoint.HubFile(
         case["revision"], "hydra_bert_23layers.pt", case["size"], case["sha256"])
     try:
-        logits = hydra_ssm.load_backbone("goombalab/hydra")(torch.tensor([case["ids"]]))
+        logits = checkpoint.load_backbone("goombalab/hydra")(torch.tensor([case["ids"]]))
         answers.append(["logits", logits.double().sum().item()])
-    except hydra_ssm.common.UserError as error:
+    except checkpoint.common.UserError as error:
         answers.append(["UserError", str(error)])
         path = str(error).split(": ")[0]
         if os.path.lexists(path):           # does what the message says: delete and try again
@@ -418,7 +447,7 @@ def test_no_network_is_one_line_that_says_what_to_do(tmp_path):
 
 
 def test_the_pinned_file_is_the_released_one():
-    import hydra_ssm
-    assert hydra_ssm.HUB_FILES["goombalab/hydra"] == (
+    import checkpoint
+    assert checkpoint.HUB_FILES["goombalab/hydra"] == (
         "89204f45b7e595243e74d2ed0cab0afc2aa35ef6", "hydra_bert_23layers.pt", 449_652_194,
         "d38892dd98e4c71e24d3566084e7a64da5c3bfbff2ee4e2ba46e66a61202e1f9")

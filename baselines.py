@@ -1,0 +1,181 @@
+"""The conditioning that MaRK is compared with: input injection, AdaLN-Zero and LoRA (4.4, Table 3).
+
+Run:      not a script; `torchrun train.py --kernel lora` trains one.
+
+None of them changes the recurrence. They act around the mixers of the same frozen backbone, from
+outside, and the residual path is theirs to leave alone (h is what enters a layer):
+
+    inject   mixer(h + W c_t)
+    adaln    (1 + gate) mixer((1 + scale) h + shift), from one linear map of SiLU(c_t)
+    lora     in_proj(u) + up down u, and so for out_proj; the same at every t
+    lora+K   LoRA together with the geometry K: lora+hypernet, lora+chebyshev, lora+dct
+    none     the backbone as it is
+
+Importing this file adds these names to mark_adapters.KERNELS.
+
+Symbols:  c     c_t              (b, 128)     section 2
+          W     what is trained  (y, i, o)    y layer, b batch, d model, r rank
+          down, up               LoRA's two factors of in_proj and of out_proj
+Differs from the paper: it compares with injection and AdaLN alone. All start as the identity here.
+"""
+import contextlib
+import dataclasses
+import functools
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from hydra_ssm import Modulation
+from mark_adapters import (C_DIM, GEOMETRIES, KERNELS, Conditioned, Hypernet, StackedLinear,
+                           adapter_size)
+
+# ---- how they are applied ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Conditioning(Modulation):
+    """A Modulation that also acts around each mixer. Its own fields are stacked over the layers."""
+    in_scale: torch.Tensor | None = None  # y b d    u = (1 + in_scale) h + in_shift
+    in_shift: torch.Tensor | None = None  # y b d
+    out_gate: torch.Tensor | None = None  # y b d    (1 + out_gate) mixer(u)
+    lora: tuple | None = None             # in_down y r d, in_up y o r; out_down y r e, out_up y d r
+
+    def around(self, layers):
+        """Each layer as a function of (h, m, mask) that does what this asks."""
+        dtype = layers[0].mixer.in_proj.weight.dtype
+        wrapped = []
+        for y, layer in enumerate(layers):
+            own = {}
+            for name in ("in_scale", "in_shift", "out_gate"):
+                value = getattr(self, name)
+                own[name] = None if value is None else value[y, :, None].to(dtype)  # b 1 d
+            if self.lora is not None:
+                own["lora"] = [factor[y].to(dtype) for factor in self.lora]
+            wrapped.append(functools.partial(conditioned, layer, **own))
+        return wrapped
+
+
+def conditioned(layer, h, m, mask, in_scale=None, in_shift=None, out_gate=None, lora=None):
+    """LayerNorm(h + (1 + out_gate) mixer((1 + in_scale) h + in_shift)), the mixer with LoRA."""
+    u = h                                                              # b l d
+    if in_scale is not None:
+        u = u * (1 + in_scale)
+    if in_shift is not None:
+        u = u + in_shift
+    with low_rank(layer.mixer, lora):
+        out = layer.mixer(u, m, mask)                                  # b l d
+    if out_gate is not None:
+        out = out * (1 + out_gate)
+    return layer.add_norm(h, out)
+
+
+@contextlib.contextmanager
+def low_rank(mixer, lora):
+    """Inside, in_proj and out_proj of `mixer` have their low-rank terms. lora: four matrices."""
+    if lora is None:
+        yield
+        return
+    in_down, in_up, out_down, out_up = lora
+
+    def add(down, up, linear, inputs, output):
+        return output + inputs[0] @ down.mT @ up.mT
+
+    hooks = [
+        mixer.in_proj.register_forward_hook(functools.partial(add, in_down, in_up)),
+        mixer.out_proj.register_forward_hook(functools.partial(add, out_down, out_up)),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ---- the baselines -------------------------------------------------------------------------------
+
+
+class Inject(Conditioned):
+    """Input injection, mixer(h + W c_t). W starts at zero."""
+
+    def __init__(self, config, cfg):
+        super().__init__(cfg)
+        self.W = StackedLinear(config.n_layer, C_DIM, config.d_model, gain=0)
+
+    def modulate(self, c):
+        c = c.expand(len(self.W.weight), -1, -1)                       # y b 128
+        return Conditioning(in_shift=self.W(c))
+
+
+class AdaLN(Conditioned):
+    """AdaLN-Zero as in DiT, h + (1 + gate) mixer((1 + scale) h + shift), from Linear(SiLU(c_t))."""
+
+    def __init__(self, config, cfg):
+        super().__init__(cfg)
+        self.W = StackedLinear(config.n_layer, C_DIM, 3 * config.d_model, gain=0)
+
+    def modulate(self, c):
+        c = F.silu(c).expand(len(self.W.weight), -1, -1)               # y b 128
+        scale, shift, gate = self.W(c).chunk(3, -1)                    # y b d
+        return Conditioning(in_scale=scale, in_shift=shift, out_gate=gate)
+
+
+class LoRA(nn.Module):
+    """Low-rank changes of in_proj and out_proj, the same at every t: down random, up zero."""
+
+    def __init__(self, config, cfg):
+        super().__init__()
+        self.rank = cfg.lora_rank or matched_lora_rank(config, cfg)
+        self.in_down = self.random(config.n_layer, self.rank, config.d_model)
+        self.in_up = nn.Parameter(torch.zeros(config.n_layer, config.d_in_proj, self.rank))
+        self.out_down = self.random(config.n_layer, self.rank, config.d_inner)
+        self.out_up = nn.Parameter(torch.zeros(config.n_layer, config.d_model, self.rank))
+
+    @staticmethod
+    def random(n_layer, rank, n_in):
+        return nn.Parameter(torch.empty(n_layer, rank, n_in).uniform_(-n_in ** -0.5, n_in ** -0.5))
+
+    def forward(self, t=None):
+        return Conditioning(lora=(self.in_down, self.in_up, self.out_down, self.out_up))
+
+
+def matched_lora_rank(config, cfg):
+    """The LoRA rank whose size is nearest to a hypernet's with the same settings."""
+    with torch.device("meta"):
+        target = adapter_size(Hypernet(config, dataclasses.replace(cfg, init="default")))
+    per_rank = config.d_model + config.d_in_proj + config.d_inner + config.d_model
+    return max(1, round(target / (config.n_layer * per_rank)))
+
+
+class LoRAWith(nn.Module):
+    """LoRA and a geometry at once: one adapts the projections, the other the recurrence to t."""
+
+    def __init__(self, geometry, config, cfg):
+        super().__init__()
+        self.lora = LoRA(config, cfg)
+        self.geometry = KERNELS[geometry](config, cfg)
+
+    @property
+    def timestep(self):
+        return self.geometry.timestep
+
+    def hidden(self, t):
+        return self.geometry.hidden(t)
+
+    def forward(self, t):
+        return dataclasses.replace(self.lora(), **vars(self.geometry(t)))
+
+
+class Frozen(nn.Module):
+    """The backbone as it is."""
+
+    def __init__(self, config, cfg):
+        super().__init__()
+
+    def forward(self, t=None):
+        return Modulation()
+
+
+KERNELS.update(inject=Inject, adaln=AdaLN, lora=LoRA, none=Frozen)
+for name in GEOMETRIES:
+    KERNELS[f"lora+{name}"] = functools.partial(LoRAWith, name)
