@@ -1,7 +1,8 @@
 """Masked-language-model pretraining of a small Hydra-BERT: how the shipped backbone was made (3.1).
 
-Run:      python pretrain.py          (a tiny model on the embedded corpus, 1 minute)
-          python pretrain.py --preset small --text ... --valid NAME=PATH,... --publish
+Run:      python -m experiments.pretrain      (a tiny model on the embedded corpus, 1 minute)
+          python -m experiments.pretrain --preset small --text ... --valid NAME=PATH,...
+          python -m experiments.publish runs/pretrain_small --name small
 Last line: "held-out: N.NN nats per masked byte (trigram N.NN); weights: runs/..."
 
 Symbols:  mask_rate   share of the bytes that become [MASK]; 0.3 as for the released backbone
@@ -12,6 +13,7 @@ Differs from the paper: the released Hydra-BERT has 112 M parameters and WordPie
 """
 import dataclasses
 import time
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import common
 from cart import corrupt, masked_cross_entropy, uniform_nats
-from checkpoint import (SMALL, append_metrics, load_state, open_run, read_metrics, save_state,
-                        save_tensors, stop_signals)
+from checkpoint import (append_metrics, open_run, read_metrics, restore_state, run_folder,
+                        save_state, save_tensors, stop_signals)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   named_sources, noise_generator)
 from hydra_ssm import HydraBert, HydraConfig
@@ -31,7 +33,7 @@ from train import check_finite, learning_rate
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The defaults are a tiny run; --preset small is the shipped backbone's."""
-    preset: str = "tiny"                        # "tiny" or "small"
+    preset: Literal["tiny", "small"] = "tiny"
     text: tuple[str, ...] = ("embedded",)       # training text; 5 % of its documents are held out
     valid: tuple[str, ...] = ("held-out=embedded",)  # NAME=PATH[,PATH...]; of --text: the 5 %
     name: str = ""                              # run folder under runs/; default pretrain_<preset>
@@ -49,13 +51,16 @@ class Config:
     compile: bool = False                       # torch.compile each layer (needs a C++ compiler)
     eval_windows: int = 500                     # held-out windows per set at the end
     save_every: int = 500
-    resume: bool = False
-    overwrite: bool = False
-    publish: bool = False                       # write assets/ and results/
+    resume: bool = False                        # continue the run, or start it
+    overwrite: bool = False                     # replace it
     seed: int = 42
 
 
-PRESETS = {"tiny": {}, "small": dict(d_model=128, n_layer=8, steps=9_000, bf16=True, compile=True)}
+PRESETS = {
+    "tiny": {},
+    "small": dict(d_model=128, n_layer=8, steps=9_000, bf16=True, compile=True),
+}
+FREE = ("resume", "overwrite", "save_every", "compile")  # what a resumed run may change
 
 
 def trigram_nats(ids, x0, masked, vocab_size):
@@ -65,17 +70,26 @@ def trigram_nats(ids, x0, masked, vocab_size):
     towards q, the mean of p(x | l) and p(x | r), by (c + k q) / (c(l, r) + k), and k is the best of
     seven on the scored text itself, which favours the trigram. Past a window's ends it sees [PAD].
     """
-    v, ids = vocab_size, np.asarray(ids).astype(np.int64)
+    v = vocab_size
+    ids = np.asarray(ids).astype(np.int64)
     triples = (ids[:-2] * v + ids[1:-1]) * v + ids[2:]
     counts = np.bincount(triples, minlength=v ** 3).reshape(v, v, v)       # (l, x, r)
     x = np.pad(x0.numpy(), ((0, 0), (1, 1)), constant_values=ByteTokenizer.pad_id)
     i, j = masked.numpy().nonzero()
-    left, true, right = x[i, j], x[i, j + 1], x[i, j + 2]
-    after, before = counts.sum(2) + 0.5, counts.sum(0) + 0.5               # (l, x), (x, r)
-    q = after[left, true] / after[left].sum(-1) + before[true, right] / before[:, right].sum(0)
-    seen, total = counts[left, true, right], counts.sum(1)[left, right]
-    return min(float(-np.log((seen + k * q / 2) / (total + k)).mean())
-               for k in (0.3, 1, 3, 10, 30, 100, 300))
+    left = x[i, j]
+    true = x[i, j + 1]
+    right = x[i, j + 2]
+    after = counts.sum(2) + 0.5                                            # (l, x)
+    before = counts.sum(0) + 0.5                                           # (x, r)
+    given_left = after[left, true] / after[left].sum(-1)
+    given_right = before[true, right] / before[:, right].sum(0)
+    q = (given_left + given_right) / 2
+    seen = counts[left, true, right]
+    total = counts.sum(1)[left, right]
+    found = []
+    for k in (0.3, 1, 3, 10, 30, 100, 300):
+        found.append(float(-np.log((seen + k * q) / (total + k)).mean()))
+    return min(found)
 
 
 def held_out(windows, n, mask_rate, tokenizer, seed):
@@ -94,93 +108,122 @@ def model_nats(model, x0, x_t, masked, pad_id, batch=32):
     return torch.cat(ce).mean().item()
 
 
+def train_step(model, optimizer, item, pad_id, bf16, step):
+    """One step on one batch of DiffusionDataset -> its loss, nats per masked byte."""
+    masked, x0 = item["masked"], item["x0"]                                # b l
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        hidden = model.hidden(item["x_t"], None, x0 != pad_id)             # b l d
+        ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
+    loss = ce.sum() / max(1, len(ce))  # 0 where nothing is masked
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    check_finite(step + 1, loss, norm, "lower --lr and start again")
+    optimizer.step()
+    return loss.item()
+
+
+def train_steps(cfg, model, optimizer, dataset, sets, folder, start):
+    """All steps from `start` -> the number done, which is less where a signal asked to stop."""
+    pad_id = ByteTokenizer.pad_id
+    remaining = range(start * cfg.batch, cfg.steps * cfg.batch)
+    batches = DataLoader(dataset, cfg.batch, sampler=remaining)
+    began = time.time()
+    mean_loss = None
+    with stop_signals() as caught:
+        for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, cfg.steps, max(1, cfg.steps // 20), cfg.lr, 0.02)
+            loss = train_step(model, optimizer, item, pad_id, cfg.bf16, step)
+            mean_loss = loss if mean_loss is None else 0.98 * mean_loss + 0.02 * loss
+            done = step + 1
+            if done % 100 == 0:
+                rate = (done - start) * cfg.batch * cfg.seqlen / (time.time() - began)
+                append_metrics(folder, step=done, loss=mean_loss, bytes_per_second=rate)
+                common.log(f"step {done:6d}  loss {mean_loss:.4f} nats  {rate:,.0f} bytes/s")
+            stop = bool(caught) and done < cfg.steps
+            if done % cfg.save_every == 0 or done == cfg.steps or stop:
+                save_state(folder / "last.pt", step=done, model=model.state_dict(),
+                           optimizer=optimizer.state_dict())
+                few = {}
+                for name, (x0, x_t, masked) in sets.items():
+                    few[name] = model_nats(model, x0[:64], x_t[:64], masked[:64], pad_id)
+                append_metrics(folder, step=done, valid=few)
+                common.log("  held out: " + "  ".join(f"{k} {v:.4f}" for k, v in few.items()))
+            if stop:
+                return done
+    return max(start, cfg.steps)
+
+
+def load_sets(cfg, tokenizer):
+    """{name: (x0, x_t, masked)} of the held-out texts, and {name: fingerprint of the text}."""
+    sets, fingerprints = {}, {}
+    for name, paths in named_sources(cfg.valid).items():
+        valid = load_corpus(paths, tokenizer, held_out_split(paths, cfg.text))
+        windows = Windows(valid, cfg.seqlen, tokenizer.pad_id)
+        sets[name] = held_out(windows, cfg.eval_windows, cfg.mask_rate, tokenizer, cfg.seed)
+        fingerprints[f"valid {name}"] = valid.fingerprint
+    return sets, fingerprints
+
+
+def make_optimizer(model, cfg):
+    """AdamW with weight decay on matrices alone."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.98))
+
+
+def score_backbone(cfg, model, corpus, sets, seconds):
+    """What the run is judged by: nats per masked byte of each held-out text, beside a trigram."""
+    result = {"train_bytes": corpus.n_bytes, "seconds": seconds,
+              "parameters": sum(p.numel() for p in model.parameters()),
+              "uniform": uniform_nats(256), "held_out": {}}
+    for name, (x0, x_t, masked) in sets.items():
+        result["held_out"][name] = {
+            "model": model_nats(model, x0, x_t, masked, ByteTokenizer.pad_id),
+            "trigram": trigram_nats(corpus.ids, x0, masked, ByteTokenizer.vocab_size),
+            "masked": int(masked.sum())}
+    return result
+
+
 def main(cfg):
     cfg = dataclasses.replace(cfg, name=cfg.name or f"pretrain_{cfg.preset}")
+    folder = run_folder(cfg.name)
     torch.manual_seed(cfg.seed)
     tokenizer = ByteTokenizer()
     model = HydraBert(HydraConfig(tokenizer.vocab_size, cfg.d_model, cfg.n_layer, cfg.d_state,
                                   headdim=cfg.headdim, chunk_size=32))
     env = common.banner("pretrain.py", cfg, "cpu", model)
     corpus = load_corpus(cfg.text, tokenizer, "train")
-    sets = {}
-    for name, paths in named_sources(cfg.valid).items():
-        valid = load_corpus(paths, tokenizer, held_out_split(paths, cfg.text))
-        windows = Windows(valid, cfg.seqlen, tokenizer.pad_id)
-        sets[name] = held_out(windows, cfg.eval_windows, cfg.mask_rate, tokenizer, cfg.seed)
-    folder = open_run(common.ROOT / "runs" / cfg.name, cfg, env, cfg.resume, cfg.overwrite,
-                      free=("resume", "overwrite", "publish", "save_every", "compile"))
+    sets, fingerprints = load_sets(cfg, tokenizer)
+    inputs = {"text": corpus.fingerprint, **fingerprints}
+    goes_on = open_run(folder, cfg, inputs, env, FREE)
     windows = Windows(corpus, cfg.seqlen, tokenizer.pad_id)
     dataset = DiffusionDataset(windows, tokenizer, cfg.batch, cfg.steps, cfg.seed,
                                t_min=cfg.mask_rate, t_max=cfg.mask_rate)
     common.log(f"{corpus.n_docs:,} documents, {corpus.n_bytes:,} bytes; "
                f"{cfg.steps * cfg.batch * cfg.seqlen / len(corpus.ids):.2f} epochs")
 
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": cfg.weight_decay},
-                                   {"params": vectors, "weight_decay": 0.0}],
-                                  lr=cfg.lr, betas=(0.9, 0.98))
+    optimizer = make_optimizer(model, cfg)
     start = 0
-    if cfg.resume and (folder / "last.pt").is_file():
-        state = load_state(folder / "last.pt")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    if goes_on:
+        state = restore_state(folder / "last.pt", model=model, optimizer=optimizer)
         start = state["step"]
-    if cfg.resume:
-        read_metrics(folder, up_to_step=start)
+        common.log(f"resumed at step {start}")
+    read_metrics(folder, up_to_step=start)
     if cfg.compile:
         for layer in model.layers:  # one graph serves all layers
             layer.compile()
 
-    remaining = range(start * cfg.batch, cfg.steps * cfg.batch)
-    batches = DataLoader(dataset, cfg.batch, sampler=remaining)
-    began, mean_loss = time.time(), None
-    with stop_signals() as caught:
-        for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, cfg.steps, max(1, cfg.steps // 20),
-                                                   cfg.lr, 0.02)
-            with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
-                hidden = model.hidden(item["x_t"], None, item["x0"] != tokenizer.pad_id)
-                masked, x0 = item["masked"], item["x0"]
-                ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
-            loss = ce.sum() / max(1, len(ce))  # 0 where nothing is masked
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            check_finite(step + 1, loss, norm, "lower --lr and start again")
-            optimizer.step()
-            mean_loss = loss.item() if mean_loss is None else 0.98 * mean_loss + 0.02 * loss.item()
-            if (step + 1) % 100 == 0:
-                rate = (step + 1 - start) * cfg.batch * cfg.seqlen / (time.time() - began)
-                append_metrics(folder, step=step + 1, loss=mean_loss, bytes_per_second=rate)
-                common.log(f"step {step + 1:6d}  loss {mean_loss:.4f} nats  {rate:,.0f} bytes/s")
-            stop = bool(caught) and step + 1 < cfg.steps
-            if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps or stop:
-                save_state(folder / "last.pt", step=step + 1, model=model.state_dict(),
-                           optimizer=optimizer.state_dict())
-                few = {name: model_nats(model, *(v[:64] for v in drawn), tokenizer.pad_id)
-                       for name, drawn in sets.items()}
-                append_metrics(folder, step=step + 1, valid=few)
-                common.log("  held out: " + "  ".join(f"{k} {v:.4f}" for k, v in few.items()))
-            if stop:
-                common.log(f"stopped at step {step + 1} of {cfg.steps} and saved; continue with "
-                           "--resume")
-                return {"step": step + 1}
-
-    result = {"train_bytes": corpus.n_bytes, "seconds": time.time() - began,
-              "parameters": sum(p.numel() for p in model.parameters()),
-              "uniform": uniform_nats(256), "held_out": {}}
-    for name, (x0, x_t, masked) in sets.items():
-        result["held_out"][name] = {
-            "model": model_nats(model, x0, x_t, masked, tokenizer.pad_id),
-            "trigram": trigram_nats(corpus.ids, x0, masked, tokenizer.vocab_size),
-            "masked": int(masked.sum())}
-    common.write_json(folder / "result.json", result)
+    done = train_steps(cfg, model, optimizer, dataset, sets, folder, start)
+    if done < cfg.steps:
+        common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
+        return {"step": done}
+    result = score_backbone(cfg, model, corpus, sets, time.time() - env["began"])
     save_backbone(folder / "backbone.safetensors", model)
-    if cfg.publish:
-        save_backbone(SMALL, model)
-        common.publish("pretrain", cfg.preset, result, cfg, env)
+    common.save_result(folder / "result.json", result, cfg, env)
     for name, row in result["held_out"].items():
         common.log(f"{name}: {row['model']:.3f} nats per masked byte (trigram "
                    f"{row['trigram']:.3f}); weights: runs/{cfg.name}/backbone.safetensors")
@@ -189,7 +232,8 @@ def main(cfg):
 
 def save_backbone(path, model):
     """The weights in float32, readable by `load_backbone`."""
-    save_tensors(path, {k: v.detach().float() for k, v in model.state_dict().items()})
+    tensors = {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+    save_tensors(path, tensors)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,24 @@ import dataclasses
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import common
-from checkpoint import (append_metrics, load_adapter, load_adapters, load_state, open_run,
-                        read_metrics, save_adapter, save_state)
-from hydra_ssm import load_backbone
+from checkpoint import (append_metrics, copy_adapter, load_adapter, load_adapters, load_backbone,
+                        open_run, read_metrics, restore_state, run_folder, save_adapter,
+                        save_state)
 from mark_adapters import make_adapter
 
-KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")
+KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora", "lora+chebyshev")
+ENV = {"commit": "abc", "argv": ["train.py"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,12 @@ class Settings:
     data: tuple = ("a", "b")
     name: str = "run"
     resume: bool = False
+    overwrite: bool = False
+
+
+RESUME = dataclasses.replace(Settings(), resume=True)
+OVERWRITE = dataclasses.replace(Settings(), overwrite=True)
+FREE = ("resume", "overwrite")
 
 
 class Plants:
@@ -105,6 +115,25 @@ def test_an_adapter_of_a_later_version_is_refused_in_one_line(tmp_path, change):
         load_adapter(tmp_path / "a.safetensors", tiny.CONFIG)
 
 
+def test_edited_settings_or_tensors_are_noticed_and_a_copy_is_whole(tmp_path):
+    adapter = tiny.awake(make_adapter("dct", tiny.CONFIG, mlp_dim=16))
+    save_adapter(tmp_path / "a.safetensors", adapter, step=3)
+    copy_adapter(tmp_path / "a.safetensors", tmp_path / "half.safetensors", torch.float16)
+    assert load_adapter(tmp_path / "half.safetensors", tiny.CONFIG)[1] == {"step": 3}
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(tmp_path / "a.safetensors")
+    edited = json.dumps(json.loads(metadata["settings"]) | {"mlp_norm": False})
+    save_file(tensors, tmp_path / "b.safetensors", metadata | {"settings": edited})
+    save_file(tensors | {"alpha": tensors["alpha"] + 1}, tmp_path / "c.safetensors", metadata)
+    for name in ("b", "c"):
+        with pytest.raises(common.UserError, match="checksum"):
+            load_adapter(tmp_path / f"{name}.safetensors", tiny.CONFIG)
+    old = {name: value for name, value in metadata.items() if name != "checksum"}
+    save_file(tensors, tmp_path / "old.safetensors", old)  # from before there were checksums
+    assert load_adapter(tmp_path / "old.safetensors", tiny.CONFIG)[0].kernel == "dct"
+
+
 def test_adapters_are_labelled_by_their_file_or_run_and_none_is_lost(tmp_path):
     paths = [tmp_path / "runs/lr-0.01/adapter.safetensors", tmp_path / "adapter_dct.safetensors",
              tmp_path / "other/dct.safetensors"]
@@ -131,11 +160,23 @@ def test_a_state_comes_back_bit_for_bit(tmp_path):
     optimizer.step()
     save_state(tmp_path / "last.pt", step=5, model=model.state_dict(),
                optimizer=optimizer.state_dict())
-    state = load_state(tmp_path / "last.pt")
-    assert state["step"] == 5
-    assert all(torch.equal(v, state["model"][k]) for k, v in model.state_dict().items())
+    other = torch.nn.Linear(3, 3)
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    state = restore_state(tmp_path / "last.pt", model=other, optimizer=other_optimizer)
+    assert state == {"step": 5}
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in model.state_dict().items())
     moments = optimizer.state_dict()["state"][0]
-    assert all(torch.equal(moments[k], v) for k, v in state["optimizer"]["state"][0].items())
+    restored = other_optimizer.state_dict()["state"][0]
+    assert all(torch.equal(moments[k], v) for k, v in restored.items())
+
+
+def test_the_checkpoint_of_another_run_is_one_line(tmp_path):
+    save_state(tmp_path / "last.pt", step=5, model=torch.nn.Linear(3, 3).state_dict())
+    save_state(tmp_path / "none.pt", adapter={})
+    for name, model in (("last.pt", torch.nn.Linear(3, 4)), ("none.pt", torch.nn.Linear(3, 3))):
+        with pytest.raises(common.UserError, match=f"{name}: the checkpoint of another") as error:
+            restore_state(tmp_path / name, model=model)
+        assert "\n" not in str(error.value)
 
 
 def test_a_planted_pickle_is_refused_and_not_executed(tmp_path):
@@ -145,7 +186,7 @@ def test_a_planted_pickle_is_refused_and_not_executed(tmp_path):
     torch.save({"step": Plants(planted)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name in ("zip.pt", "plain.pt", "old.pt"):
         with pytest.raises(common.UserError, match=name):
-            load_state(tmp_path / name)
+            restore_state(tmp_path / name)
     assert not planted.exists()
     torch.load(tmp_path / "zip.pt", weights_only=False)  # the bait works
     assert planted.exists()
@@ -157,7 +198,7 @@ def test_a_missing_or_damaged_state_is_one_line(tmp_path):
     (tmp_path / "empty.pt").write_bytes(b"")
     for name in ("cut.pt", "empty.pt", "absent.pt"):
         with pytest.raises(common.UserError, match=name) as error:
-            load_state(tmp_path / name)
+            restore_state(tmp_path / name)
         assert "\n" not in str(error.value) and "--overwrite" in str(error.value)
 
 
@@ -168,7 +209,7 @@ def test_a_fault_before_or_after_any_step_of_a_save_leaves_a_whole_file(tmp_path
     adapter = make_adapter("dct", tiny.CONFIG, mlp_dim=16)
     files = {  # how each is written, and the number that was written
         "last.pt": (lambda path, n: save_state(path, step=n),
-                    lambda path: load_state(path)["step"]),
+                    lambda path: restore_state(path)["step"]),
         "adapter.safetensors": (lambda path, n: save_adapter(path, adapter, step=n),
                                 lambda path: load_adapter(path, tiny.CONFIG)[1]["step"]),
         "result.json": (lambda path, n: common.write_json(path, {"n": n}),
@@ -219,38 +260,63 @@ def test_metrics_survive_a_torn_last_line_and_forget_later_steps(tmp_path):
     assert read_metrics(tmp_path / "none") == []
 
 
+def test_a_row_without_a_step_is_one_line_that_names_file_and_line(tmp_path):
+    append_metrics(tmp_path, step=1)
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"loss": 1}\n')
+    with pytest.raises(common.UserError, match="metrics.jsonl:2 has no step"):
+        read_metrics(tmp_path, up_to_step=1)
+
+
 def test_a_run_folder_is_made_refused_resumed_or_replaced(tmp_path):
-    folder, cfg, env = tmp_path / "runs" / "run", Settings(), {"commit": "abc"}
-    with pytest.raises(common.UserError, match="--resume"):
-        open_run(folder, cfg, env, resume=True)
-    assert not folder.exists()
-    open_run(folder, cfg, env)
-    assert json.loads((folder / "config.json").read_text()) == {
-        "config": {"lr": 0.1, "data": ["a", "b"], "name": "run", "resume": False}, "commit": "abc"}
+    folder, cfg = tmp_path / "runs" / "run", Settings()
+    assert open_run(folder, RESUME, {}, ENV, FREE) is False  # --resume starts what is not there
+    written = json.loads((folder / "config.json").read_text("utf-8"))
+    assert written == {"config": common.plain(RESUME), "inputs": {}, **ENV}
     with pytest.raises(common.UserError, match="--overwrite"):
-        open_run(folder, cfg, env)
-    again = dataclasses.replace(cfg, resume=True)
-    open_run(folder, again, env, resume=True, free=("resume",))
-    assert json.loads((folder / "config.json").read_text())["config"]["resume"] is False
+        open_run(folder, cfg, {}, ENV)
+    assert open_run(folder, RESUME, {}, ENV, FREE) is False  # killed before its first checkpoint
+    (folder / "last.pt").write_bytes(b"")
+    assert open_run(folder, RESUME, {}, ENV, FREE) is True
     for change in ({"lr": 0.2}, {"data": ("a",)}):
         with pytest.raises(common.UserError, match=next(iter(change))):
-            open_run(folder, dataclasses.replace(again, **change), env, True, free=("resume",))
-    open_run(folder, dataclasses.replace(again, lr=0.2), env, True, free=("resume", "lr"))
-    (folder / "old.txt").write_text("")
-    open_run(folder, dataclasses.replace(cfg, lr=0.3), env, overwrite=True)
-    assert [p.name for p in folder.iterdir()] == ["config.json"]
-    assert json.loads((folder / "config.json").read_text())["config"]["lr"] == 0.3
+            open_run(folder, dataclasses.replace(RESUME, **change), {}, ENV, FREE)
+    open_run(folder, dataclasses.replace(RESUME, lr=0.2), {}, ENV, (*FREE, "lr"))
+    (folder / "notes.txt").write_text("")
+    open_run(folder, dataclasses.replace(OVERWRITE, lr=0.3), {}, ENV)
+    left = {path.name for path in folder.iterdir()} - {".lock"}
+    assert left == {"config.json", "notes.txt"}, "what a run does not write is left alone"
+    assert json.loads((folder / "config.json").read_text("utf-8"))["config"]["lr"] == 0.3
+
+
+def test_changed_weights_or_texts_under_the_same_path_are_refused(tmp_path):
+    before = {"weights": "abc", "data": "def"}
+    open_run(tmp_path / "run", RESUME, before, ENV, FREE)
+    open_run(tmp_path / "run", RESUME, before, ENV, FREE)
+    for name in before:
+        with pytest.raises(common.UserError, match=f"--{name} has changed"):
+            open_run(tmp_path / "run", RESUME, before | {name: "other"}, ENV, FREE)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"config": {}}', "\xff"])
+def test_a_damaged_config_is_one_line_that_names_it(tmp_path, content):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(common.UserError, match="config.json") as error:
+        open_run(tmp_path / "run", RESUME, {}, ENV, FREE)
+    assert "\n" not in str(error.value)
 
 
 def test_a_kill_while_a_run_is_made_or_replaced_leaves_one_that_can_be(tmp_path, monkeypatch):
     folder, cfg = tmp_path / "run", Settings()
     folder.mkdir()
     (folder / ".config.json.77.tmp").write_text("{")  # killed at its very first file
-    open_run(folder, cfg, {})
-    for name in ("a", "b", "last.pt", ".last.pt.77.tmp"):
+    open_run(folder, cfg, {}, ENV)
+    for name in ("metrics.jsonl", "last.pt", ".last.pt.77.tmp"):
         (folder / name).write_text(name)
-    open_run(folder, cfg, {}, resume=True)
-    assert sorted(p.name for p in folder.iterdir()) == ["a", "b", "config.json", "last.pt"]
+    open_run(folder, RESUME, {}, ENV, FREE)
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == [".lock", "config.json", "last.pt", "metrics.jsonl"]
     unlink, killed = Path.unlink, []
 
     def die(path, *args, **settings):
@@ -260,26 +326,55 @@ def test_a_kill_while_a_run_is_made_or_replaced_leaves_one_that_can_be(tmp_path,
 
     monkeypatch.setattr(Path, "unlink", die)
     with pytest.raises(KeyboardInterrupt):  # the first file is gone, the others are not
-        open_run(folder, cfg, {}, overwrite=True)
+        open_run(folder, OVERWRITE, {}, ENV)
     monkeypatch.undo()
     assert len(killed) == 1
-    open_run(folder, cfg, {}, overwrite=True)
-    assert [p.name for p in folder.iterdir()] == ["config.json"]
+    open_run(folder, OVERWRITE, {}, ENV)
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.json"]
 
 
 def test_a_file_in_the_place_of_a_run_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
-    for overwrite in (False, True):
+    for cfg in (Settings(), OVERWRITE):
         with pytest.raises(common.UserError, match="another --name"):
-            open_run(tmp_path / "run", Settings(), {}, overwrite=overwrite)
+            open_run(tmp_path / "run", cfg, {}, ENV)
 
 
 def test_an_empty_folder_is_used_and_a_strange_one_left_alone(tmp_path):
     (tmp_path / "empty").mkdir()
-    open_run(tmp_path / "empty", Settings(), {})
-    (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "thesis.txt").write_text("")
-    for overwrite in (False, True):
-        with pytest.raises(common.UserError, match="strange"):
-            open_run(tmp_path / "strange", Settings(), {}, overwrite=overwrite)
-    assert [p.name for p in (tmp_path / "strange").iterdir()] == ["thesis.txt"]
+    open_run(tmp_path / "empty", Settings(), {}, ENV)
+    strange = {"thesis": {"thesis.txt": ""},  # and a model folder of another library
+               "model": {"config.json": '{"architectures": ["BertModel"]}', "last.pt": "x"}}
+    for name, files in strange.items():
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_text(content)
+        for cfg in (Settings(), OVERWRITE):
+            with pytest.raises(common.UserError, match=name):
+                open_run(tmp_path / name, cfg, {}, ENV)
+        assert {path.name for path in (tmp_path / name).iterdir()} - {".lock"} == set(files)
+
+
+@pytest.mark.parametrize("name", ["../x", "..", ".", "", "a/../../x", "/tmp/x", "a/.."])
+def test_a_name_that_leads_out_of_runs_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    with pytest.raises(common.UserError, match="--name"):
+        run_folder(name)
+    assert run_folder("a/b") == tmp_path / "runs" / "a" / "b"
+
+
+def test_two_processes_never_write_one_folder_and_a_dead_one_leaves_no_lock(tmp_path):
+    """The second is refused; a process killed with the lock, even with children, frees it."""
+    holder = (f"import sys, time, os; sys.path.insert(0, {str(tiny.ROOT)!r}); import checkpoint\n"
+              f"checkpoint.lock(checkpoint.Path({str(tmp_path)!r}))\n"
+              "os.fork() or time.sleep(20)\n"  # a child, as a loading process is
+              "print('held', flush=True)\ntime.sleep(60)")
+    process = subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(common.UserError, match="in use by another process"):
+            open_run(tmp_path, Settings(), {}, ENV)
+    finally:
+        process.kill()
+        process.wait()
+    open_run(tmp_path, Settings(), {}, ENV)

@@ -29,7 +29,8 @@ import evaluate  # noqa: E402
 from experiments import pretrain  # noqa: E402
 import train  # noqa: E402
 from data import DiffusionDataset, Windows, load_corpus, write_shards  # noqa: E402
-from hydra_ssm import MODES, HydraBert, HydraConfig, load_backbone  # noqa: E402
+from checkpoint import load_backbone  # noqa: E402
+from hydra_ssm import MODES, HydraBert, HydraConfig  # noqa: E402
 from mark_adapters import KERNELS, make_adapter  # noqa: E402
 from text import ByteTokenizer  # noqa: E402
 
