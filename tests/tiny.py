@@ -224,10 +224,10 @@ def two_ranks():
 def main(folder):
     torch.set_num_threads(1)
     common.ROOT = folder
-    rank, world = common.rank_and_world()
     # The whole command. A second process group in one process can hang, so the first is kept.
     destroy, train.dist.destroy_process_group = train.dist.destroy_process_group, lambda: None
     train.main(config(folder, name="resumed", resume=True, **UNEVEN))
+    rank, world = common.rank_and_world()
     result = {name: run_split(folder, name, 2, rank, world) for name in SPLITS}
     asked = []  # one rank alone is asked to stop, before its second step
     result["stop"] = run_split(folder, "text", 2, rank, world,
