@@ -452,7 +452,7 @@ def open_run(folder, cfg, inputs, env, free=()):
 
     cfg.resume continues the run in the folder and starts one where there is none; cfg.overwrite
     replaces it. free: names of settings that a resumed run may change. inputs: fingerprints of the
-    weights and texts, which it may not. The folder is this process's from here to its end. Raises
+    weights and texts, which it may not. The folder is this process's from here to `unlock`. Raises
     UserError where a folder would be lost, is in use, or where a resumed run differs.
     """
     folder = Path(folder)
@@ -476,7 +476,8 @@ LOCKS = {}  # folder: the open file that keeps its lock
 
 
 def lock(folder):
-    """Keep other processes out of a run folder until this one ends, however it ends."""
+    """Keep other processes out of a run folder until `unlock`, or this one's end, however it ends.
+    """
     if fcntl is None or folder in LOCKS:
         return
     file = open(folder / ".lock", "a")
@@ -490,6 +491,12 @@ def lock(folder):
         raise common.UserError(f"{folder} is in use by another process; wait for it, or choose "
                                "another --name") from None
     LOCKS[folder] = file  # closing it would end the lock
+
+
+def unlock(folder):
+    """Let go of a run folder; nothing where this process does not hold it."""
+    if folder in LOCKS:
+        LOCKS.pop(folder).close()
 
 
 def check_same_run(folder, cfg, inputs, free):
@@ -537,9 +544,10 @@ def read_metrics(folder, up_to_step=None):
     Raises UserError, naming file and line, for a row that no run has written.
     """
     path = Path(folder) / "metrics.jsonl"
-    text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
+    if not path.exists():
+        return []
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").splitlines(), 1):
         try:
             row = json.loads(line)
         except ValueError:  # a kill in the middle of a write leaves half a line

@@ -7,6 +7,7 @@ Differs from the paper: nothing.
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import math
 import os
@@ -289,13 +290,34 @@ def check_settings(cfg, default):
                 raise UserError(f"{flag}: got {v}, need a number from {least} to 1e12")
 
 
+def parse(config_class, default):
+    """The command line as a `config_class`. What tyro refuses, in a box, is raised as one line."""
+    import tyro
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(config_class, default=default)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+    lines = [line.strip(" │╭╮╰╯─|+-") for line in box.getvalue().splitlines()]
+    title, *rest = lines or [""]
+    complaint = []
+    for line in rest:
+        if line:
+            complaint.append(line)
+        elif complaint:  # a rule, and what follows it is the same for every mistake
+            break
+    said = " ".join(complaint) or title
+    raise UserError(f"{said.rstrip('.')}; --help lists all settings")
+
+
 def run_cli(config_class, main, presets=None):
     """Parse `config_class` from the command line, check it and call `main(cfg)`.
 
     With presets, `--preset NAME` sets the defaults that the other flags then override. What the
     user can mend ends in one line and status 2; a bug has its traceback.
     """
-    import tyro
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))
@@ -306,7 +328,7 @@ def run_cli(config_class, main, presets=None):
         if presets:
             chosen = re.search(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(sys.argv[1:]))
             default = from_preset(config_class, presets, chosen[1] if chosen else default.preset)
-        cfg = tyro.cli(config_class, default=default)
+        cfg = parse(config_class, default)
         check_settings(cfg, default)
         return main(cfg)
     except UserError as error:

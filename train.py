@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader
 import common
 from cart import cart_loss, cart_weights, corrupt, elbo_weights, masked_cross_entropy
 from checkpoint import (append_metrics, check_vocabulary, load_backbone, open_run, read_metrics,
-                        restore_state, run_folder, save_adapter, save_state, stop_signals)
+                        restore_state, run_folder, save_adapter, save_state, stop_signals,
+                        unlock)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   noise_generator)
 from evaluate import format_table, make_draws, reference_rows, score_adapter
@@ -427,7 +428,7 @@ def run(cfg, device, backbone=None):
                         worker_init_fn=ignore_signals)
     module = denoiser
     if world > 1:  # an ablation leaves some readouts without a gradient
-        module = DistributedDataParallel(denoiser, broadcast_buffers=False,
+        module = DistributedDataParallel(denoiser, forward_sync_buffers=False,
                                          find_unused_parameters=cfg.modulate != "full")
     parent = os.getppid()
     with stop_signals() as caught:
@@ -549,7 +550,10 @@ def main(cfg, backbone=None):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     join_group(device)
-    result = run(cfg, device, backbone)
+    try:
+        result = run(cfg, device, backbone)
+    finally:
+        unlock(run_folder(cfg.name))
     if dist.is_initialized():  # not after a failure: the others would be waited for
         dist.destroy_process_group()
     return result

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import common
 from cart import corrupt, masked_cross_entropy, uniform_nats
 from checkpoint import (append_metrics, open_run, read_metrics, restore_state, run_folder,
-                        save_state, save_tensors, stop_signals)
+                        save_state, save_tensors, stop_signals, unlock)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   named_sources, noise_generator)
 from hydra_ssm import HydraBert, HydraConfig
@@ -191,6 +191,14 @@ def score_backbone(cfg, model, corpus, sets, seconds):
 def main(cfg):
     cfg = dataclasses.replace(cfg, name=cfg.name or f"pretrain_{cfg.preset}")
     folder = run_folder(cfg.name)
+    try:
+        return run(cfg, folder)
+    finally:
+        unlock(folder)
+
+
+def run(cfg, folder):
+    """Pretrain, score and save in the run folder."""
     torch.manual_seed(cfg.seed)
     tokenizer = ByteTokenizer()
     model = HydraBert(HydraConfig(tokenizer.vocab_size, cfg.d_model, cfg.n_layer, cfg.d_state,

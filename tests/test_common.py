@@ -81,42 +81,68 @@ def test_json_holds_null_for_what_is_not_finite_and_text_for_the_rest(tmp_path):
                             "names": ["a"], "seed": 42}, "d": {"e": None}, "f": "gr\u00fcn"}
 
 
-def test_a_published_result_says_where_it_comes_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    path = common.publish("script", "run", {"loss": 1.0}, Config())
-    assert path == tmp_path / "results" / "script" / "run.json"
-    data = json.loads(path.read_text())
+def test_a_result_says_where_it_comes_from(tmp_path, capsys):
+    env = common.banner("script.py", Config())
+    common.save_result(tmp_path / "result.json", {"loss": 1.0}, Config(), env)
+    data = common.read_json(tmp_path / "result.json")
     assert data["metrics"] == {"loss": 1.0} and data["config"]["lr"] == 0.1
-    assert {"commit", "dirty", "argv", "python", "torch", "hardware"} <= data.keys()
+    assert {"commit", "dirty", "argv", "python", "torch", "hardware", "seconds"} <= data.keys()
+    assert data["script"] == "script" and 0 <= data["seconds"] < 60
     assert data["torch"] == torch.__version__ and data["hardware"]["cores"] == os.cpu_count()
     assert not Path(data["argv"][0]).is_absolute()
 
 
-# ------------------------------------------------------------------------------------ schedule
-
-def test_the_rate_rises_in_a_line_and_falls_along_a_cosine():
-    """Table 6 with the paper's numbers: 720 of 14,400 steps, 6e-4, floor 0.1."""
-    rate = [common.learning_rate(step, 14_400, 720, 6e-4, 0.1) for step in range(14_401)]
-    assert rate[0] == pytest.approx(6e-4 / 720, rel=1e-12)
-    assert rate[359] == pytest.approx(3e-4, rel=1e-12)
-    assert rate[719] == rate[720] == pytest.approx(6e-4, rel=1e-12)
-    assert rate[720 + 13_680 // 2] == pytest.approx(0.55 * 6e-4, rel=1e-12)
-    assert rate[14_400] == pytest.approx(0.6e-4, rel=1e-12)
-    assert max(rate) == rate[720] and all(a < b for a, b in zip(rate[:720], rate[1:720]))
-    assert all(a > b for a, b in zip(rate[720:], rate[721:]))
-    for step in (1000, 5000, 14_399):
-        angle = math.pi * (step - 720) / (14_400 - 720)
-        assert rate[step] == pytest.approx(6e-5 + 5.4e-4 * math.cos(angle / 2) ** 2, rel=1e-12)
+@pytest.mark.parametrize("content, word", [
+    (b"", "damaged"), (b'{"a": 1', "damaged"), (b"\xff", "damaged"), (b"{}", "'a'"),
+    (b"[1]", "'a'"), (b"null", "'a'")])
+def test_a_damaged_json_file_is_one_line_that_names_it(tmp_path, content, word):
+    (tmp_path / "r.json").write_bytes(content)
+    with pytest.raises(common.UserError, match="r.json") as error:
+        common.read_json(tmp_path / "r.json", "a")
+    assert word in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_rate_without_warm_up_or_past_the_end_stays_in_bounds():
-    assert common.learning_rate(0, 10, 0, 1.0, 0.1) == 1.0
-    assert common.learning_rate(99, 10, 2, 1.0, 0.1) == pytest.approx(0.1)
-    assert common.learning_rate(5, 5, 5, 1.0, 0.1) == 1.0
-    assert common.SEEDS[:3] == (42, 142, 242) and len(common.SEEDS) == 15
+def test_bytes_that_are_no_utf8_are_shown_and_written_as_ufffd(tmp_path, capsys):
+    """As they come in arguments and file names: as lone surrogates."""
+    name = b"caf\xe9.txt".decode("utf-8", "surrogateescape")
+    common.write_json(tmp_path / "r.json", {"name": name, "of": [Path(name)]})
+    assert common.read_json(tmp_path / "r.json") == {"name": "caf\ufffd.txt",
+                                                    "of": ["caf\ufffd.txt"]}
+    common.log(name)
+    assert capsys.readouterr().out == "caf\ufffd.txt\n"
+    assert common.readable("gr\u00fcn") == "gr\u00fcn"
 
 
-# ------------------------------------------------------------------------------- command line
+def test_a_figure_is_drawn_whatever_backend_the_environment_names(tmp_path):
+    """In a process of its own: matplotlib reads the environment when it is first imported."""
+    code = (f"import sys; sys.path.insert(0, {str(common.SOURCE)!r}); import common\n"
+            "figure = common.new_figure(2, 2)\nfigure.subplots().plot([1, 2])\n"
+            "common.save_figure(figure, 'f.png')")
+    for backend in ("module://no_such_backend", "TkAgg", ""):
+        env = {**os.environ, "MPLBACKEND": backend}
+        run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env,
+                             capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert (tmp_path / "f.png").stat().st_size > 1000
+        (tmp_path / "f.png").unlink()
+
+
+@pytest.mark.parametrize("n, quantile", [(2, 12.7062), (5, 2.7764), (30, 2.0452)])
+def test_an_interval_is_students_or_c_3s(n, quantile):
+    values = [math.sin(i) for i in range(n)]
+    mean = sum(values) / n
+    error = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    for student, factor in ((True, quantile), (False, 1.96)):
+        found = common.interval(values, student)
+        assert found.mean == pytest.approx(mean) and found.n == n
+        assert found.half == pytest.approx(factor * error, rel=1e-4)
+
+
+def test_one_value_has_no_interval():
+    one = common.interval([0.25])
+    assert one.n == 1 and math.isnan(one.half) and one.show("+", 2) == "+0.25 (n/a)"
+    assert common.interval([1.0, 3.0], student=False).show(digits=2) == "2.00 \u00b1 1.96"
+
 
 def test_a_users_mistake_ends_with_one_line_and_status_2(monkeypatch, capsys):
     def main(cfg):
@@ -162,14 +188,28 @@ def test_an_unknown_preset_is_one_line(monkeypatch, capsys):
 
 
 def test_other_ranks_and_pipes_see_no_bar_and_other_ranks_no_log(monkeypatch, capsys):
+    """A rank is what the process group says; a RANK left in the environment is none."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert common.rank_and_world() == (1, 2)
-    common.log("hidden")
-    monkeypatch.setenv("RANK", "0")
+    assert common.rank_and_world() == (0, 1)
     common.log("shown", 1)
     assert list(common.progress(range(3))) == [0, 1, 2]
+    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
+    common.log("hidden")
+    assert list(common.progress(range(3))) == [0, 1, 2]
     assert capsys.readouterr() == ("shown 1\n", "")
+
+
+@pytest.mark.parametrize("argv, words", [
+    (("--steps", "many"), ("--steps", "many")), (("--colour", "red"), ("--colour",)),
+    (("--steps",), ("--steps",)), (("--preset", "huge"), ("--preset", "huge", "small"))])
+def test_what_the_parser_refuses_is_one_line_too(monkeypatch, capsys, argv, words):
+    monkeypatch.setattr(sys, "argv", ["script.py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        common.run_cli(Config, lambda cfg: None, PRESETS)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("error: "), err
+    assert all(word in err for word in words), err
 
 
 def test_the_banner_names_file_commit_device_seed_parameters_and_every_setting(capsys):

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import safetensors.torch
 import tiny
 import torch
 from helpers import ROOT, write_released_layout
@@ -17,9 +18,9 @@ from tiny import arguments, command, config, make_denoiser, run_split
 import common
 import train
 from cart import cart_loss, cart_weights
-from checkpoint import load_adapter
+from checkpoint import load_adapter, load_backbone
 from data import DiffusionDataset, Windows, load_corpus
-from hydra_ssm import HydraConfig, load_backbone
+from hydra_ssm import HydraConfig
 from mark_adapters import make_adapter
 from text import ByteTokenizer
 
@@ -46,6 +47,11 @@ def rows_of(folder, name):
     return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
 
 
+def result_of(folder, name):
+    """The metrics of result.json, whose provenance has its own test."""
+    return json.loads((folder / "runs" / name / "result.json").read_text("utf-8"))["metrics"]
+
+
 def adapter_of(folder, name):
     return load_adapter(folder / "runs" / name, tiny.CONFIG)[0].state_dict()
 
@@ -60,6 +66,33 @@ def distance(got, expected):
     """|got - expected| / |expected| over all tensors together."""
     square = sum((got[k].double() - v.double()).square().sum() for k, v in expected.items())
     return (square / sum(v.double().square().sum() for v in expected.values())).sqrt().item()
+
+
+# ------------------------------------------------------------------------------- the rate
+
+def test_the_rate_rises_in_a_line_and_falls_along_a_cosine():
+    """Table 6 with the paper's numbers: 720 of 14,400 steps, 6e-4, floor 0.1."""
+    rate = [train.learning_rate(step, 14_400, 720, 6e-4, 0.1) for step in range(14_401)]
+    assert rate[0] == pytest.approx(6e-4 / 720, rel=1e-12)
+    assert rate[359] == pytest.approx(3e-4, rel=1e-12)
+    assert rate[719] == rate[720] == pytest.approx(6e-4, rel=1e-12)
+    assert rate[720 + 13_680 // 2] == pytest.approx(0.55 * 6e-4, rel=1e-12)
+    assert rate[14_400] == pytest.approx(0.6e-4, rel=1e-12)
+    assert max(rate) == rate[720] and all(a < b for a, b in zip(rate[:720], rate[1:720]))
+    assert all(a > b for a, b in zip(rate[720:], rate[721:]))
+    for step in (1000, 5000, 14_399):
+        angle = math.pi * (step - 720) / (14_400 - 720)
+        assert rate[step] == pytest.approx(6e-5 + 5.4e-4 * math.cos(angle / 2) ** 2, rel=1e-12)
+
+
+def test_the_rate_without_warm_up_or_past_the_end_stays_in_bounds():
+    assert train.learning_rate(0, 10, 0, 1.0, 0.1) == 1.0
+    assert train.learning_rate(99, 10, 2, 1.0, 0.1) == pytest.approx(0.1)
+    assert train.learning_rate(5, 5, 5, 1.0, 0.1) == 1.0
+    assert common.SEEDS[:3] == (42, 142, 242) and len(common.SEEDS) == 15
+
+
+# ------------------------------------------------------------------------------- command line
 
 
 # --------------------------------------------------------------------------------- what moves
@@ -234,8 +267,7 @@ def test_a_run_of_one_rank_is_resumed_by_two(ranks):
     ways = [{k: v - start[k] for k, v in adapter_of(folder, name).items()}
             for name in ("resumed", "whole")]
     assert distance(*ways) < 1e-3
-    two, one = (json.loads((folder / "runs" / name / "result.json").read_text())
-                for name in ("resumed", "whole"))
+    two, one = (result_of(folder, name) for name in ("resumed", "whole"))
     assert two["step"] == one["step"] == 6
     for row in ("unigram", "frozen", "chebyshev"):  # ranks share the rows of an evaluation
         for key in ("cart", "elbo", "bits_per_byte"):
@@ -261,7 +293,7 @@ def test_a_run_stopped_at_any_step_and_resumed_ends_bit_equal(work, whole, k):
     # the rows of all other steps are equal.
     expected = [row for row in rows_of(work, "whole") if row["step"] != k]
     assert [row for row in rows_of(work, name) if row["step"] != k] == expected
-    results = [json.loads((work / "runs" / n / "result.json").read_text()) for n in (name, "whole")]
+    results = [result_of(work, n) for n in (name, "whole")]
     assert results[0]["rows"] == results[1]["rows"]
     assert results[0]["step"] == 6
 
@@ -327,18 +359,15 @@ def test_sigterm_saves_says_so_and_the_run_can_go_on(work, tmp_path):
     assert_equal(straight["adapter"], other["adapter"])
 
 
-def test_a_restart_by_torchrun_resumes_its_own_run_and_no_other(work, whole, monkeypatch):
-    settings = arguments(work, name="restarted", save_every=2, eval_every=4)
+def test_the_same_command_with_resume_starts_continues_and_repeats_a_run(work, whole):
+    """What torchrun --max-restarts needs: no word about which attempt it is."""
+    settings = [*arguments(work, name="restarted", save_every=2, eval_every=4), "--resume"]
     assert command("train.py", *settings, "--max-steps", "3").status == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     run = command("train.py", *settings)
     assert run.status == 0 and "resumed at step 3" in run.out
     assert_equal(adapter_of(work, "restarted"), adapter_of(work, "whole"))
-    path = work / "runs/restarted/config.json"
-    config = json.loads(path.read_text())
-    for other in ([1, None], [os.getppid(), "1"]):  # another process, an older one of its number
-        path.write_text(json.dumps({**config, "parent": other}))
-        refused(command("train.py", *settings), "--resume", "--overwrite")
+    assert command("train.py", *settings).status == 0  # nothing is left to do
+    assert_equal(adapter_of(work, "restarted"), adapter_of(work, "whole"))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(work):
@@ -462,17 +491,18 @@ def test_the_figure_shows_the_loss_that_is_trained(monkeypatch, weighting, unit)
 
 def test_a_run_leaves_its_files_and_says_what_was_gained_and_what_is_next(work, whole):
     folder = work / "runs/whole"
-    assert {p.name for p in folder.iterdir()} == {
-        "config.json", "metrics.jsonl", "loss.png", "adapter.safetensors", "last.pt", "result.json"}
+    assert {p.name for p in folder.iterdir()} - {".lock"} == {
+        "config.json", "metrics.jsonl", "training_chebyshev.png", "adapter.safetensors", "last.pt",
+        "result.json"}
     about = json.loads((folder / "config.json").read_text())
-    assert about["config"]["seqlen"] == 24
+    assert about["config"]["seqlen"] == 24 and set(about["inputs"]) == {"weights", "data", "valid"}
     assert {"commit", "dirty", "torch", "hardware"} <= about.keys()
     from matplotlib.image import imread
-    picture = imread(folder / "loss.png")
+    picture = imread(folder / "training_chebyshev.png")
     assert picture.shape[0] > 100 and picture.shape[1] > 100 and picture.std() > 0
     assert [row["step"] for row in rows_of(work, "whole") if "eval" in row] == [4, 6]
     assert all("spread" in row for row in rows_of(work, "whole") if "eval" in row)
-    result = json.loads((folder / "result.json").read_text())
+    result = result_of(work, "whole")
     assert list(result["rows"]) == ["uniform", "unigram", "frozen", "chebyshev",
                                     "chebyshev, shuffled t"]
     assert result["tokens"] == 6 * 4 * 24
@@ -486,7 +516,7 @@ def test_at_the_start_the_adapter_scores_as_the_frozen_backbone(work):
     """One step at rate 0: the identity, evaluated through the whole pipeline, bit for bit."""
     run = command("train.py", *arguments(work, name="still", max_steps=1, lr=0.0))
     assert run.status == 0, run.err
-    rows = json.loads((work / "runs/still/result.json").read_text())["rows"]
+    rows = result_of(work, "still")["rows"]
     assert rows["frozen"].items() <= rows["chebyshev"].items()
     assert rows["chebyshev"]["gap"] == 0.0
 
@@ -507,9 +537,11 @@ def test_overwrite_replaces_a_run_and_nothing_else(work):
     folder = work / "runs/replaced"
     settings = arguments(work, name="replaced", max_steps=1)
     assert command("train.py", *settings).status == 0
-    (folder / "left_over.txt").write_text("x")
+    (folder / "notes.txt").write_text("x")
+    (folder / ".last.pt.7.tmp").write_text("x")
     again = command("train.py", *settings, "--overwrite")
-    assert again.status == 0 and not (folder / "left_over.txt").exists()
+    assert again.status == 0 and (folder / "notes.txt").exists()
+    assert not (folder / ".last.pt.7.tmp").exists()
     precious = work / "runs/precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("x")
@@ -528,9 +560,24 @@ def test_resuming_with_other_settings_names_the_setting(work, whole, flag, value
     refused(run, word)
 
 
-def test_resuming_nothing_is_refused_and_a_damaged_checkpoint_named(work, whole):
-    refused(command("train.py", *arguments(work, name="never"), "--resume"), "never")
-    assert not (work / "runs/never").exists()
+def test_resuming_with_a_longer_text_or_other_weights_is_refused(work):
+    """Under the same names: their contents count."""
+    (work / "grows.txt").write_bytes((work / "text.txt").read_bytes())
+    weights = work / "other.safetensors"
+    weights.write_bytes((work / "backbone.safetensors").read_bytes())
+    settings = arguments(work, name="grows", data="grows.txt", weights=weights)
+    assert command("train.py", *settings, "--max-steps", 2).status == 0
+    with open(work / "grows.txt", "a", encoding="utf-8") as file:
+        file.write("\n\n" + "One more document, which goes to train or to valid. " * 3)
+    refused(command("train.py", *settings, "--resume"), "has changed", "grows")
+    (work / "grows.txt").write_bytes((work / "text.txt").read_bytes())
+    state = safetensors.torch.load_file(weights)
+    state["decoder_bias"] += 0.5
+    safetensors.torch.save_file(state, weights)
+    refused(command("train.py", *settings, "--resume"), "--weights has changed")
+
+
+def test_a_damaged_checkpoint_is_named(work, whole):
     early = work / "runs/early"
     early.mkdir()
     about = (work / "runs/whole/config.json").read_text().replace('"whole"', '"early"')
@@ -566,6 +613,19 @@ def test_a_wrong_setting_is_one_line_and_no_folder(work, flag, value, words):
 def test_more_ranks_than_sequences_are_refused(work, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     refused(command("train.py", *arguments(work, name="wrong")), "global-batch", "8")
+
+
+def test_half_a_process_group_in_the_environment_is_one_line(work, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    refused(command("train.py", *arguments(work, name="wrong")), "WORLD_SIZE=2", "torchrun")
+
+
+def test_a_rank_left_in_the_environment_silences_nothing(work, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    run = command("train.py", *arguments(work, name="ranked", max_steps=1))
+    assert run.status == 0 and "next: python evaluate.py" in run.out
+    assert (work / "runs/ranked/adapter.safetensors").exists()
 
 
 def test_a_backbone_with_another_vocabulary_is_refused(work):
@@ -617,7 +677,7 @@ def test_the_preset_holds_the_values_of_the_papers_tables(work, paper):
 
 
 @pytest.mark.parametrize("missing, words", [
-    ("--device", ("GPU", "--device cpu")), ("--data", ("--data", "data.py")),
+    ("--device", ("GPU", "--device cpu")), ("--data", ("--data", "experiments.mixture")),
     ("--weights", ("hydra_bert_23layers.pt", "--weights", "HF_ENDPOINT")),
     ("--vocab", ("vocab.txt", "HF_ENDPOINT"))])
 def test_the_preset_names_the_one_thing_that_is_missing(work, paper, monkeypatch, missing, words):
