@@ -241,15 +241,22 @@ def loading(loader):
     They leave Ctrl-C and SIGTERM to this process, which saves first; so they have to be told.
     """
     batches = iter(loader)
+    workers = getattr(batches, "_workers", [])  # none where this process loads the data itself
     try:
         yield batches
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except common.UserError:
+        raise
+    except Exception as error:  # a dead process shows as one of many kinds
+        for worker in workers:
+            worker.join(timeout=0.1)  # one that is being killed closes its pipes before it is gone
+        dead = [worker.exitcode for worker in workers if not worker.is_alive()]
+        if not dead:
             raise
-        raise common.UserError(f"a data loading process has died ({str(error).splitlines()[0]}); "
-                               "give fewer --workers, and go on with --resume") from None
+        raise common.UserError(f"a data loading process has died (exit status {dead[0]}): give "
+                               "fewer --workers if memory was short, and go on with --resume"
+                               ) from None
     finally:
-        if loader.num_workers:
+        if workers:
             batches._shutdown_workers()  # what its own __del__ calls, which an exception delays
 
 
