@@ -84,7 +84,8 @@ NOTE = (
     "here: an exponent does not tell a good estimator from a bad one, the ratio to the bound does. "
     "The rate of a first-order fit (Adam) is a fact about its budget. A fit below the bound is "
     "biased: the start, a noisy copy of the truth, still shows in it. There is no bound (n/a) "
-    "where the data do not determine the parameters. The Hypernet has none: its information is singular.")
+    "where the data do not determine the parameters. The Hypernet has none: its information is "
+    "singular.")
 
 
 class Truth(NamedTuple):
@@ -873,7 +874,7 @@ def draw_kernel(ax, kernel, summary, sizes):
     reference = mean[0] * (sizes[0] / np.array(sizes)) ** 0.5
     ax.loglog(sizes, reference, "C3--", label="$N^{-1/2}$")
     if np.isfinite(summary.get("bound", [])).any():             # nan is left out
-        ax.loglog(sizes, summary["bound"], "k", lw=1.2, label="Cramer-Rao bound, RMS")
+        ax.loglog(sizes, summary["bound"], "k.-", lw=1.2, label="Cramer-Rao bound, RMS")
     if kernel == "hypernet":
         ax.text(0.04, 0.04, "Not bounded: the information is singular,\nand what the data do not "
                 "show keeps its start.", transform=ax.transAxes, fontsize=8)
