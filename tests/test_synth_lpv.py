@@ -4,17 +4,18 @@ Tolerances. float64 against a loop: 1e-11 of the largest entry, sums in another 
 float32: with no noise and the true start, y is rounded to 6e-8 of itself, and what a fit makes of
 that is below 1e-5 of an operator of size 1.
 """
-import json
+import dataclasses
 import math
+import sys
 
 import common
 import numpy as np
 import pytest
 import synth_lpv
 import torch
-from synth_lpv import Config, OURS, PUBLIC, recover, summarise, table
+from synth_lpv import PRESETS, SYSTEMS, Config, recover, recovery_table, summarise
 
-KERNELS = ("hypernet", "chebyshev", "dct")
+BASES = ("chebyshev", "dct")
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +23,17 @@ def elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "ROOT", tmp_path)
 
 
-def random_system(kernel, seed=42, truth=OURS):
-    return synth_lpv.draw_truth(kernel, seed, truth)
+def random_system(kernel, seed=42, truth="ours"):
+    return synth_lpv.random_truth(kernel, seed, truth)
+
+
+def published(**given):
+    return common.from_preset(Config, PRESETS, "published", **given)
+
+
+def saved(cfg, run):
+    """The result file of a run, as `python -m experiments.publish` reads it."""
+    return common.read_json(common.ROOT / cfg.out / run / "result.json", "metrics", "config")
 
 
 def matrices_by_hand(kernel, P, tau):
@@ -67,7 +77,8 @@ def matrices_by_hand(kernel, P, tau):
 
 def roll_out_by_hand(kernel, P, tau, u):
     """y_s of one trajectory, tau and u lists of floats."""
-    x, ys = [0.0] * 4, []
+    x = [0.0] * 4
+    ys = []
     for tau_s, u_s in zip(tau, u):
         A, B, C = matrices_by_hand(kernel, P, tau_s)
         for i in range(4):
@@ -77,11 +88,11 @@ def roll_out_by_hand(kernel, P, tau, u):
     return torch.stack(ys)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", SYSTEMS)
 def test_roll_out_and_operator_are_the_algorithms_in_a_scalar_loop(kernel):
     P = random_system(kernel)
     cfg = Config(noise=0.0)
-    tau, u, y = synth_lpv.draw_data(kernel, 7, P, 3, cfg)
+    tau, u, y = synth_lpv.observe(kernel, 7, P, 3, cfg)
     want = torch.stack([roll_out_by_hand(kernel, P, tau[0, :, b].tolist(), u[0, :, b].tolist())
                         for b in range(3)], 1)
     assert torch.allclose(y[0], want, rtol=0, atol=1e-11 * want.abs().max())
@@ -95,11 +106,12 @@ def test_roll_out_and_operator_are_the_algorithms_in_a_scalar_loop(kernel):
             assert abs(M[k, m] - want) < 1e-11
 
 
-@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+@pytest.mark.parametrize("kernel", BASES)
 def test_sensitivities_are_those_of_autograd_through_the_scalar_loop(kernel):
-    P, cfg = random_system(kernel), Config(noise=0.3)
-    tau, u, y = (v[:, :5] for v in synth_lpv.draw_data(kernel, 7, P, 2, cfg))
-    features = synth_lpv.KERNELS[kernel][0](tau.flatten(1))
+    P = random_system(kernel)
+    cfg = Config(noise=0.3)
+    tau, u, y = (v[:, :5] for v in synth_lpv.observe(kernel, 7, P, 2, cfg))
+    features = SYSTEMS[kernel].features(tau.flatten(1))
     JTJ, JTr, rTr = synth_lpv.normal_equations(P, features, u, y)
 
     def outputs(theta):
@@ -112,13 +124,13 @@ def test_sensitivities_are_those_of_autograd_through_the_scalar_loop(kernel):
         assert torch.allclose(got, want, rtol=0, atol=1e-11 * want.abs().max())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", SYSTEMS)
 def test_no_noise_and_the_true_start_give_no_error(kernel):
     cfg = Config(sizes=(10,), seeds=2, noise=0.0, start_noise=0.0, steps=30, iterations=10)
     assert max(recover(kernel, cfg)["sizes"][10]["moe"]) < 1e-5
 
 
-@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+@pytest.mark.parametrize("kernel", BASES)
 def test_without_noise_levenberg_marquardt_finds_the_operator_from_a_noisy_start(kernel):
     cfg = Config(sizes=(200,), seeds=2, noise=0.0, iterations=60)
     record = recover(kernel, cfg)
@@ -129,7 +141,7 @@ def test_without_noise_levenberg_marquardt_finds_the_operator_from_a_noisy_start
 def test_results_repeat_bit_for_bit_whatever_else_is_run():
     cfg = Config(sizes=(5, 9), seeds=2, steps=25, iterations=4)
     together = synth_lpv.main(cfg)["kernels"]
-    for kernel in KERNELS:
+    for kernel in SYSTEMS:
         alone = recover(kernel, Config(sizes=(9,), seeds=2, steps=25, iterations=4))
         assert alone["sizes"][9] == together[kernel]["sizes"][9]
         assert alone["start"] == together[kernel]["start"]
@@ -139,19 +151,18 @@ def test_seeds_differ_and_are_those_of_the_paper_and_each_size_has_its_own_data(
     record = recover("chebyshev", Config(sizes=(3,), seeds=3, iterations=1))
     assert record["seeds"] == [42, 142, 242]
     assert len(set(record["sizes"][3]["moe"])) == 3
-    few, many = (synth_lpv.draw_data("chebyshev", 42, random_system("chebyshev"), size, Config())
+    few, many = (synth_lpv.observe("chebyshev", 42, random_system("chebyshev"), size, Config())
                  for size in (1, 2))
     assert not set(few[0].flatten().tolist()) & set(many[0].flatten().tolist())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", SYSTEMS)
 def test_one_trajectory_is_enough_to_run_and_one_seed_has_no_interval(kernel):
     cfg = Config(kernel=(kernel,), sizes=(1,), seeds=1, steps=5, iterations=5)
     result = synth_lpv.main(cfg)
     assert math.isfinite(result["kernels"][kernel]["sizes"][1]["moe"][0])
     assert "n/a" in result["table"] and "nan" not in result["table"].lower()
-    text = (common.ROOT / cfg.out / "recovery.json").read_text()
-    assert json.loads(text)["metrics"]["summary"][kernel]["moe"][0][1] is None
+    assert saved(cfg, "recovery")["metrics"]["summary"][kernel]["moe"][0][1] is None
 
 
 def test_a_fit_that_diverges_is_left_out_of_the_mean_and_n_says_so():
@@ -164,14 +175,15 @@ def test_a_fit_that_diverges_is_left_out_of_the_mean_and_n_says_so():
         assert summary["moe"][1][0] == pytest.approx(np.mean(others), rel=1e-12)
         assert summary["moe"][1][2] == 2 and summary["moe"][0][2] == 3
         assert summary["seed_rates"][0][2] == 2
-        text = table({"chebyshev": summary}, cfg)
+        text = recovery_table({"chebyshev": summary}, cfg)
         assert summary["diverged"] == [0, 1]
         assert "(n = 2)" in text and "nan" not in text and "inf" not in text.split("\n\n")[0]
 
 
 def test_a_rate_that_is_far_too_high_does_diverge():
     cfg = Config(kernel=("dct",), sizes=(4,), seeds=2, fit="adam", lr=1e3, hold_out=0.0, steps=20)
-    assert "(n = 0)" in synth_lpv.main(cfg)["table"]
+    result = synth_lpv.main(cfg)
+    assert "n/a (n = 0)" in result["table"] and "nan" not in result["table"]
 
 
 def test_the_held_out_trajectories_stop_a_fit_that_only_gets_worse():
@@ -190,22 +202,90 @@ def test_the_bound_of_a_linear_model_is_the_textbook_one():
         assert got[i].item() == pytest.approx(np.trace(G[i].numpy() @ covariance @ G[i].mT.numpy()))
 
 
-def test_the_bound_leaves_out_what_the_data_cannot_see():
-    X = torch.zeros(1, 5, 2, dtype=torch.float64)
-    X[0, :, 0] = 2                                                    # the second is never seen
-    got = synth_lpv.cramer_rao(X.mT @ X, torch.eye(2, dtype=torch.float64)[None], 1.0)
-    assert got.item() == pytest.approx(1 / 20)
+def test_there_is_no_bound_where_a_parameter_is_not_seen():
+    X = torch.zeros(2, 5, 2, dtype=torch.float64)
+    X[:, :, 0] = 2
+    X[1, 0, 1] = 1                                     # of the first system the second is not seen
+    G = torch.eye(2, dtype=torch.float64).expand(2, 2, 2)
+    got = synth_lpv.cramer_rao(X.mT @ X, G, 1.0)
+    want = np.trace(np.linalg.inv((X[1].mT @ X[1]).numpy()))
+    assert got[0].isnan() and got[1].item() == pytest.approx(want)
 
 
-@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+def test_there_is_no_bound_with_fewer_observations_than_parameters():
+    cfg = Config(kernel=BASES, sizes=(1, 2, 30), seeds=2, iterations=2)
+    result = synth_lpv.main(cfg)
+    for kernel in BASES:                               # 20 and 40 observations, 56 or 126 numbers
+        sizes = result["kernels"][kernel]["sizes"]
+        assert all(math.isnan(bound) for size in (1, 2) for bound in sizes[size]["bound"])
+        assert all(0 < bound < 1 for bound in sizes[30]["bound"])
+        found = saved(cfg, "recovery")["metrics"]
+        assert found["kernels"][kernel]["sizes"]["1"]["bound"] == [None, None]
+        assert found["summary"][kernel]["bound"][:2] == [None, None]
+        assert found["summary"][kernel]["ratio"][:2] == [None, None]
+        assert found["summary"][kernel]["bound_rates"] == [None, None]
+    rows = [row for row in result["table"].splitlines() if "bound, RMS" in row]
+    assert len(rows) == 4                              # the bound and the ratio, of two kernels
+    for row in rows:
+        cells = row.split(" | ")
+        assert cells[1:3] == ["n/a", "n/a"] and float(cells[3]) > 0
+    assert "nan" not in result["table"]
+
+
+def test_there_is_no_bound_where_enough_observations_show_too_few_frozen_systems():
+    P = random_system("chebyshev")
+    G = synth_lpv.operator_jacobian("chebyshev", P)
+    bounds = []
+    for size in (4, 100):                              # 4 frozen tau show at most 8 numbers each
+        tau, u, y = synth_lpv.observe("chebyshev", 42, P, size, Config(constant_tau=True))
+        features = SYSTEMS["chebyshev"].features(tau.flatten(1))
+        JTJ = synth_lpv.normal_equations(P, features, u, y).JTJ
+        bounds.append(synth_lpv.cramer_rao(JTJ, G, 0.1).item())
+    assert math.isnan(bounds[0]) and 0 < bounds[1] < 1
+
+
+def published_results(name):
+    path = common.SOURCE / "results" / "synth_lpv" / f"{name}.json"
+    return common.read_json(path, "metrics", "config")
+
+
+@pytest.mark.parametrize("kernel", BASES)
+@pytest.mark.parametrize("size", (50, 1600))
+def test_the_published_bounds_are_found_again(kernel, size):
+    published_row = published_results("recovery")["metrics"]["kernels"][kernel]["sizes"][str(size)]
+    for seed, want in zip(common.SEEDS[:3], published_row["bound"]):
+        P = random_system(kernel, seed)
+        tau, u, y = synth_lpv.observe(kernel, seed, P, size, Config())
+        JTJ = synth_lpv.normal_equations(P, SYSTEMS[kernel].features(tau.flatten(1)), u, y).JTJ
+        got = synth_lpv.cramer_rao(JTJ, synth_lpv.operator_jacobian(kernel, P), 0.1).sqrt().item()
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ("recovery", "published"))
+def test_the_published_table_is_made_again_from_the_published_records(name):
+    found = published_results(name)
+    records = found["metrics"]["kernels"]
+    summaries = {kernel: summarise(record) for kernel, record in records.items()}
+    cfg = Config(public_scaling=name == "published")
+    got = recovery_table(summaries, cfg).partition("\n\n")[0].splitlines()
+    want = found["metrics"]["table"].partition("\n\n")[0].splitlines()
+    assert got[1:] == want[1:]                         # one head says "least squares"
+    for kernel, summary in summaries.items():
+        before = found["metrics"]["summary"][kernel]
+        assert set(summary) == set(before)
+        for key, value in summary.items():
+            assert np.allclose(value, before[key], rtol=1e-9, atol=0), (kernel, key)
+
+
+@pytest.mark.parametrize("kernel", BASES)
 def test_the_bound_does_not_change_when_U_V_and_beta_B_are_rescaled_together(kernel):
     bounds = []
     for scale in (1.0, 30.0):
         P = random_system(kernel)
         P["theta"][:, 4:, 0] *= scale
         P["beta_B"] *= scale
-        tau, u, y = synth_lpv.draw_data(kernel, 7, P, 200, Config())
-        features = synth_lpv.KERNELS[kernel][0](tau.flatten(1))
+        tau, u, y = synth_lpv.observe(kernel, 7, P, 200, Config())
+        features = SYSTEMS[kernel].features(tau.flatten(1))
         JTJ, _, _ = synth_lpv.normal_equations(P, features, u, y)
         bounds.append(synth_lpv.cramer_rao(JTJ, synth_lpv.operator_jacobian(kernel, P), 0.1).item())
     assert bounds[1] == pytest.approx(bounds[0], rel=1e-6)  # eigenvalues span 1e10
@@ -231,16 +311,18 @@ def test_alpha_of_the_dct_is_a_gauge_of_its_coefficients():
 
 
 def test_excitation_is_the_least_eigenvalue_of_a_moment_matrix_written_as_loops():
-    tau, u, _ = synth_lpv.draw_data("dct", 3, random_system("dct"), 60, Config())
-    moment, n = np.zeros((120, 120)), 0
+    tau, u, _ = synth_lpv.observe("dct", 3, random_system("dct"), 60, Config())
+    moment = np.zeros((120, 120))
+    n = 0
     for b in range(60):
         for s in range(14, 20):
             psi = [1.0] + [math.sqrt(2) * math.cos(math.pi * j * tau[0, s, b]) for j in range(1, 8)]
             z = np.array([p * u[0, s - k, b].item() for p in psi for k in range(15)])
-            moment, n = moment + np.outer(z, z), n + 1
+            moment += np.outer(z, z)
+            n += 1
     want = np.linalg.eigvalsh(moment / n)[0]
     assert synth_lpv.excitation(tau, u).item() == pytest.approx(want, rel=1e-8)
-    many = synth_lpv.draw_data("dct", 3, random_system("dct"), 20000, Config())[:2]
+    many = synth_lpv.observe("dct", 3, random_system("dct"), 20000, Config())[:2]
     assert 0.9 < synth_lpv.excitation(*many).item() < 1                # white noise: 1 in the limit
 
 
@@ -259,56 +341,129 @@ def test_summaries_recover_the_exponent_of_a_power_law():
 
 def test_constant_tau_holds_tau_along_a_trajectory_only():
     P = random_system("chebyshev")
-    frozen, _, _ = synth_lpv.draw_data("chebyshev", 1, P, 6, Config(constant_tau=True))
+    frozen, _, _ = synth_lpv.observe("chebyshev", 1, P, 6, Config(constant_tau=True))
     assert (frozen == frozen[:, :1]).all() and len(frozen.unique()) == 6
-    assert len(synth_lpv.draw_data("chebyshev", 1, P, 6, Config())[0].unique()) == 120
+    assert len(synth_lpv.observe("chebyshev", 1, P, 6, Config())[0].unique()) == 120
 
 
 def test_the_start_has_the_noise_that_it_says():
-    P, cfg = random_system("dct"), Config(start_noise=0.1)
+    P = random_system("dct")
+    cfg = Config(start_noise=0.1)
     moves = torch.stack([synth_lpv.noisy_copy(s, P, ["theta"], cfg)["theta"] - P["theta"]
                          for s in range(200)])
     assert moves[..., 0].std().item() == pytest.approx(0.1, rel=0.1)   # absolute on the bases
     rms = P["theta"][..., 1:].square().mean().sqrt().item()
     assert moves[..., 1:].std().item() == pytest.approx(0.1 * rms, rel=0.05)
-    public = random_system("dct", truth=PUBLIC)
-    moves = torch.stack([synth_lpv.noisy_copy(s, public, ["theta", "alpha"], Config(published=True))
-                         ["alpha"] for s in range(200)]) - public["alpha"]
+    public = random_system("dct", truth="public")
+    starts = [synth_lpv.noisy_copy(s, public, ["theta", "alpha"], published()) for s in range(200)]
+    moves = torch.stack([start["alpha"] for start in starts]) - public["alpha"]
     assert moves.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 def test_published_runs_the_public_seeds_and_prints_its_scaling():
-    cfg = Config(published=True, sizes=(4,), seeds=2, steps=3)
+    cfg = published(sizes=(4,), seeds=2, steps=3)
     result = synth_lpv.main(cfg)
     assert list(result["kernels"]) == ["chebyshev", "dct"]
     assert result["kernels"]["dct"]["seeds"] == [0, 42] and "scaling" in result["table"]
-    saved = json.loads((common.ROOT / cfg.out / "published.json").read_text())["config"]
-    assert (saved["lr"], saved["batch"], saved["steps"]) == (0.08, 0, 3)   # a flag wins
+    config = saved(cfg, "published")["config"]
+    assert (config["lr"], config["batch"], config["steps"]) == (0.08, 0, 3)   # a flag wins
     row = result["kernels"]["dct"]["sizes"][4]
     assert "bound" not in row and all(p > m for p, m in zip(row["public"], row["moe"]))
 
 
-def test_publish_writes_result_and_figure_from_the_same_numbers():
-    cfg = Config(kernel=("chebyshev",), sizes=(4, 8), seeds=2, iterations=2, publish=True)
+def test_published_fits_alpha_and_the_betas_and_least_squares_refuses_to():
+    P = random_system("dct", truth="public")
+    cfg = published()
+    assert synth_lpv.learned_parameters("dct", P, cfg) == ["theta", "beta_A", "beta_B", "alpha"]
+    assert synth_lpv.learned_parameters("dct", P, Config(fit="adam")) == ["theta"]
+    with pytest.raises(common.UserError, match="^--fit: got lm, .*--no-fit-scalars"):
+        synth_lpv.main(published(fit="lm"))
+    row = synth_lpv.main(published(fit="lm", fit_scalars=False, sizes=(50,), seeds=1, iterations=2))
+    assert "bound" in row["kernels"]["chebyshev"]["sizes"][50]
+
+
+def configured(monkeypatch, *argv):
+    """The settings that a command line ends in."""
+    monkeypatch.setattr(sys, "argv", ["synth_lpv.py", *argv])
+    return common.run_cli(Config, lambda cfg: cfg, PRESETS)
+
+
+def test_a_flag_wins_over_a_preset_also_where_it_equals_the_default(monkeypatch):
+    assert configured(monkeypatch) == Config()
+    usual = Config()
+    preset = published()
+    assert (preset.lr, preset.steps) != (usual.lr, usual.steps)
+    cfg = configured(monkeypatch, "--preset", "published", "--lr", "1e-3", "--steps", "800")
+    assert (cfg.lr, cfg.steps) == (usual.lr, usual.steps)
+    assert dataclasses.replace(cfg, lr=preset.lr, steps=preset.steps) == preset
+    cfg = configured(monkeypatch, "--seeds", "15", "--preset", "quick")
+    assert cfg == Config(preset="quick", steps=150, iterations=40, seeds=15)
+
+
+@pytest.mark.parametrize("flag, allowed", (("--kernel", "chebyshev"), ("--fit", "lm"),
+                                           ("--truth", "public"), ("--preset", "quick")))
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(monkeypatch, capsys, flag,
+                                                                    allowed):
+    with pytest.raises(SystemExit) as stop:
+        configured(monkeypatch, flag, "fourier")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "fourier" in said and allowed in said
+
+
+def test_result_and_figure_lie_in_the_folder_of_the_run_and_the_last_line_names_them(capsys):
+    cfg = Config(kernel=("chebyshev",), sizes=(4, 8), seeds=2, iterations=2)
     result = synth_lpv.main(cfg)
-    saved = json.loads((common.ROOT / "results/synth_lpv/recovery.json").read_text())
-    assert saved["metrics"]["table"] == result["table"] and saved["config"]["iterations"] == 2
-    assert (common.ROOT / "figures/fig2_recovery.png").stat().st_size > 10_000
+    folder = common.ROOT / "runs/synth_lpv/recovery"
+    assert {path.name for path in folder.iterdir()} == {"result.json", "fig2_recovery.png"}
+    assert (folder / "fig2_recovery.png").stat().st_size > 10_000
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "wrote runs/synth_lpv/recovery/result.json and fig2_recovery.png"
+    found = saved(cfg, "recovery")
+    assert found["metrics"]["table"] == result["table"] and found["config"]["iterations"] == 2
+    assert found["script"] == "synth_lpv"
     assert "N^-1/4" in result["table"] and "Cramer-Rao" in result["table"]
 
 
-@pytest.mark.parametrize("wrong", ({"kernel": ("fourier",)}, {"sizes": (0,)}, {"seeds": 16},
-                                   {"hold_out": 1.0}, {"steps": 0}, {"sizes": ()},
-                                   {"batch": -1}, {"iterations": -1}, {"lr": math.nan}))
+@pytest.mark.parametrize("given, name", (
+    ({}, "recovery"), ({"fit": "adam"}, "adam"), ({"preset": "published"}, "published"),
+    ({"constant_tau": True}, "recovery_constant_tau"), ({"preset": "quick"}, "recovery_quick"),
+    ({"fit": "adam", "constant_tau": True, "preset": "quick"}, "adam_constant_tau_quick")))
+def test_each_kind_of_run_has_its_own_name(given, name):
+    assert synth_lpv.run_name(Config(**given)) == name
+
+
+def test_the_result_is_written_before_the_figure_is_drawn(monkeypatch):
+    def draw(*_):
+        raise RuntimeError("no figure")
+
+    monkeypatch.setattr(synth_lpv, "draw_recovery", draw)
+    cfg = Config(kernel=("dct",), sizes=(4,), seeds=2, iterations=1)
+    with pytest.raises(RuntimeError, match="no figure"):
+        synth_lpv.main(cfg)
+    assert "dct" in saved(cfg, "recovery")["metrics"]["summary"]
+
+
+def test_rates_are_n_a_where_an_error_is_missing():
+    assert synth_lpv.decay_rates([1, 4], [1.0, 0.5]) == pytest.approx([-0.5, -0.5])
+    for sizes, errors in (([1], [1.0]), ([1, 4], [math.nan, 1.0]), ([1, 4], [1.0, 0.0])):
+        assert all(math.isnan(rate) for rate in synth_lpv.decay_rates(sizes, errors))
+    cfg = Config(kernel=("dct",), sizes=(4, 8), seeds=2, fit="adam", lr=1e3, hold_out=0.0, steps=20)
+    table = synth_lpv.main(cfg)["table"]               # every fit diverged
+    assert "| n/a (seeds n/a) |" in table and "nan" not in table
+
+
+@pytest.mark.parametrize("wrong", ({"sizes": (0,)}, {"seeds": 16}, {"hold_out": 1.0}, {"steps": 0},
+                                   {"sizes": ()}, {"kernel": ()}, {"batch": -1},
+                                   {"iterations": -1}, {"lr": math.nan}))
 def test_a_setting_that_cannot_be_run_is_refused(wrong):
     flag = next(iter(wrong)).replace("_", "-")
-    with pytest.raises(common.UserError, match=f"^--{flag}: got .*, need "):
+    with pytest.raises(common.UserError, match=f"^--{flag}: got .*need "):
         common.check_settings(Config(**wrong), Config())  # by the command line, before main
         synth_lpv.main(Config(**wrong))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+@pytest.mark.parametrize("kernel", BASES)
 def test_the_fitted_error_is_within_15_percent_of_the_bound(kernel):
     summary = summarise(recover(kernel, Config(sizes=(200, 400, 800, 1600))))
     assert all(0.85 < ratio < 1.15 for ratio in summary["ratio"]), summary["ratio"]
