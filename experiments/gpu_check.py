@@ -36,7 +36,8 @@ import torch
 import torch.nn.functional as F
 
 import common
-from chunk_scan import bidirectional_scan, chunked_scan, random_inputs
+from chunk_scan import bidirectional_scan, chunked_scan
+from experiments.scan_bench import random_inputs
 from hydra_ssm import HydraBert, HydraConfig
 from checkpoint import load_backbone
 from mark_adapters import KERNELS, make_adapter

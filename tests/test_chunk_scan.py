@@ -7,10 +7,15 @@ and the sums over a chunk and over the state add a few units more.
 bfloat16: 1 % of the norm; one rounding is 0.4 % at worst, and a sum averages over many.
 """
 import functools
+import json
 
+import chunk_scan
+import common
 import pytest
+import tiny
 import torch
-from chunk_scan import bidirectional_scan, plain_scan
+from chunk_scan import bidirectional_scan, recurrent_scan
+from experiments import publish, scan_bench
 
 LENGTHS = (1, 2, 7, 63, 64, 65, 200)
 NAMES = ("x", "dt", "A", "B", "C", "D")
@@ -105,10 +110,56 @@ def test_values_and_every_gradient_equal_the_loop(length, groups, per_sample):
 
 
 @pytest.mark.parametrize("length", (1, 2, 65))
-def test_the_plain_recurrence_of_the_file_equals_the_loop(length):
+def test_the_recurrence_of_the_file_equals_the_loop(length):
     inputs = random_inputs(length, groups=2, per_sample=True)
-    got = value_and_gradients(functools.partial(plain_scan, chunk_size=64), inputs)
+    got = value_and_gradients(recurrent_scan, inputs)
     assert_close(got, expected_results(length, 2, True), FLOAT64)
+
+
+def wrong_shapes():
+    """One input at a time that does not fit the others."""
+    inputs = random_inputs(6, heads=4, groups=2)
+    return {
+        "dt of one direction": {"dt": inputs["dt"][:, :, :1]},
+        "dt of another length": {"dt": inputs["dt"][:, 1:]},
+        "A of another number of heads": {"A": inputs["A"][:3]},
+        "A of another batch": {"A": inputs["A"].expand(3, -1)},
+        "D without heads": {"D": inputs["D"][:, :, 0]},
+        "C of another state": {"C": inputs["C"][..., :4]},
+        "B and C of another batch": {"B": inputs["B"][:1], "C": inputs["C"][:1]},
+        "groups that do not divide the heads": {
+            "B": inputs["B"][:, :, :, [0, 1, 1]], "C": inputs["C"][:, :, :, [0, 1, 1]]}}
+
+
+@pytest.mark.parametrize("what", wrong_shapes())
+def test_shapes_that_do_not_fit_are_refused_in_one_line(what):
+    inputs = random_inputs(6, heads=4, groups=2) | wrong_shapes()[what]
+    with pytest.raises(common.UserError, match="bidirectional_scan: x .* needs dt") as error:
+        bidirectional_scan(**inputs)
+    assert "\n" not in str(error.value)
+
+
+def test_the_mixer_matrix_of_the_docstring_gives_the_same_y():
+    """M_ij written out from the docstring, one entry at a time, in groups and by sample."""
+    inputs = random_inputs(9, groups=2, per_sample=True)
+    x, dt, A, B, C, D = (inputs[name] for name in NAMES)
+    b, length, heads, _ = x.shape
+    a = dt * A[:, None, None, :]
+    want = torch.zeros_like(x)
+    for j in range(heads):
+        group = j // (heads // B.shape[3])
+        for i in range(length):
+            want[:, i, j] += D[:, i, j, None] * x[:, i, j]
+            for source in range(length):
+                if source == i:
+                    continue
+                direction = 0 if source < i else 1
+                reader = i - 1 if source < i else i + 1
+                between = a[:, min(source, i) + 1:max(source, i), direction, j].sum(1)
+                entry = (C[:, reader, direction, group] * B[:, source, direction, group]).sum(-1)
+                entry = entry * dt[:, source, direction, j] * between.exp()
+                want[:, i, j] += entry[:, None] * x[:, source, j]
+    assert_close({"y": chunked(4)(**inputs)}, {"y": want}, FLOAT64)
 
 
 @pytest.mark.parametrize("length", (65, 200))
@@ -260,3 +311,34 @@ def test_gradcheck_on_a_tiny_case():
     inputs = random_inputs(5, b=2, heads=2, p=2, n=2, groups=2, per_sample=True)
     leaves = tuple(inputs[k].requires_grad_() for k in NAMES)
     assert torch.autograd.gradcheck(functools.partial(bidirectional_scan, chunk_size=2), leaves)
+
+
+def test_the_demonstration_checks_the_scan_and_says_by_how_much_it_is_faster(monkeypatch):
+    run = tiny.command("chunk_scan.py", "--seqlen", "100")
+    assert run.status == 0, run.err
+    assert run.out.splitlines()[-1].startswith("chunked scan: within ")
+    right = chunk_scan.chunked_scan
+    monkeypatch.setattr(chunk_scan, "chunked_scan", lambda *inputs: 1.001 * right(*inputs))
+    with pytest.raises(AssertionError, match="the two forms differ by"):
+        chunk_scan.main(chunk_scan.Config(seqlen=100))
+
+
+def test_the_benchmark_is_published_as_chunk_scan(tmp_path):
+    with tiny.root_at(tmp_path):
+        run = tiny.command("experiments.scan_bench", "--seqlen", "64", "--nheads", "2", "--headdim",
+                           "8", "--d-state", "4", "--chunk-size", "16", "--rounds", "2")
+        assert run.status == 0, run.err
+        publish.publish(tmp_path / "runs" / "chunk_scan", "cpu", dirty=True)
+    published = json.loads((tmp_path / "results" / "chunk_scan" / "cpu.json").read_text("utf-8"))
+    metrics = published["metrics"]
+    assert metrics["errors"].keys() == {"chunked scan", "SSD listing"}
+    assert max(metrics["errors"].values()) < 1e-12
+    assert metrics["seconds"].keys() == {*scan_bench.SCANS, "chunked, 4 x length"}
+    assert metrics["peak_mib"] > metrics["peak_mib_of_the_step"] >= 0
+    assert metrics["table"].count("\n") == 5
+    assert run.out.splitlines()[-1].endswith("x as fast as the SSD listing")
+
+
+def test_the_benchmark_refuses_what_the_listing_cannot_do():
+    run = tiny.command("experiments.scan_bench", "--seqlen", "100", "--chunk-size", "64")
+    assert run.status == 2 and "the SSD listing needs whole chunks" in run.err

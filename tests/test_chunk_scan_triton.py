@@ -36,10 +36,9 @@ if INTERPRETED:
 
     interpreter.InterpreterBuilder.create_dot = create_dot  # its own multiplies those bits
 
-import chunk_scan  # noqa: E402
 import chunk_scan_triton  # noqa: E402
 import test_chunk_scan as plain  # noqa: E402
-from chunk_scan import bidirectional_scan  # noqa: E402
+from chunk_scan import A_MIN, bidirectional_scan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -63,7 +62,9 @@ def example(length, **sizes):
 def kernels(**inputs):
     """The kernels: on a GPU as users reach them, under the interpreter directly."""
     order = [inputs[name] for name in NAMES]
-    return (chunk_scan_triton.scan if INTERPRETED else bidirectional_scan)(*order)
+    if INTERPRETED:
+        return chunk_scan_triton.scan(*order, A_MIN)
+    return bidirectional_scan(*order)
 
 
 def cast(inputs, dtype):
@@ -205,7 +206,7 @@ class TestKernels:
         def backend(module, example_inputs):
             graphs.append([n.name for n in module.graph.nodes if n.op == "call_function"])
             return module.forward
-        compiled = torch.compile(lambda **v: 2 * chunk_scan_triton.scan(*v.values()),
+        compiled = torch.compile(lambda **v: 2 * chunk_scan_triton.scan(*v.values(), A_MIN),
                                  backend=backend, fullgraph=True, dynamic=True)
         for length in (5, 33):
             inputs = cast(inputs_of(length), torch.float32)
@@ -221,7 +222,7 @@ class TestKernels:
     def test_the_operators_keep_what_their_schemas_promise(self):
         inputs = [v.requires_grad_() for v in cast(inputs_of(5), torch.float32).values()]
         inputs[2] = inputs[2].detach().expand(1, 2).contiguous().requires_grad_()
-        torch.library.opcheck(chunk_scan_triton.scan_op, inputs, test_utils=(
+        torch.library.opcheck(chunk_scan_triton.scan_op, (*inputs, A_MIN), test_utils=(
             "test_schema", "test_autograd_registration", "test_faketensor"))
 
     def test_the_backward_pass_writes_no_zeros_for_the_gradients_of_saved_states(self):
@@ -231,7 +232,7 @@ class TestKernels:
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
                 seen.append(func.name())
                 return func(*args, **(kwargs or {}))
-        y = chunk_scan_triton.scan(*leaves)
+        y = chunk_scan_triton.scan(*leaves, A_MIN)
         with Record():
             torch.autograd.grad(y, leaves, torch.ones_like(y))
         assert "mark::scan_backward" in seen and "aten::zeros" not in seen
@@ -278,9 +279,10 @@ SHARED_KB = {80: 163, 90: 227}
 
 
 def compiled(folder, *arguments):
-    run = child([ROOT / "tests" / "compile_kernels.py", *arguments], folder, TRITON_INTERPRET="0")
+    run = child([ROOT / "tests" / "compile_kernels.py", "--out", folder, *arguments], folder,
+                TRITON_INTERPRET="0")
     assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    return json.loads((folder / "result.json").read_text("utf-8"))["metrics"]["kernels"]
 
 
 def assert_fits(row):
@@ -291,7 +293,7 @@ def assert_fits(row):
 @outer
 def test_the_kernels_compile_for_both_architectures_and_fit_them(tmp_path):
     triton = pytest.importorskip("triton")
-    rows = compiled(tmp_path, "bfloat16")
+    rows = compiled(tmp_path)
     assert len(rows) == 16
     for row in rows:
         assert_fits(row)
@@ -303,17 +305,18 @@ def test_the_kernels_compile_for_both_architectures_and_fit_them(tmp_path):
 
 @outer
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", (("p=64", "n=64"), ("p=32", "n=16"), ("p=16", "n=64", "h=3")))
+@pytest.mark.parametrize("sizes", ((64, 64, 24), (32, 16, 24), (16, 64, 3)))
 def test_every_size_that_fits_compiles_in_both_types(tmp_path, sizes):
     pytest.importorskip("triton")
-    for row in compiled(tmp_path, "float32", "bfloat16", *sizes):
+    p, n, h = sizes
+    for row in compiled(tmp_path, "--dtypes", "float32", "bfloat16", "--p", p, "--n", n, "--h", h):
         assert_fits(row)
 
 
 @outer
 def test_the_published_table_is_of_these_kernels():
     path = ROOT / "results" / "chunk_scan" / "triton_aot.json"
-    rows = json.loads(path.read_text())["metrics"]["kernels"]
+    rows = json.loads(path.read_text("utf-8"))["metrics"]["kernels"]
     assert {r["kernel"] for r in rows} == {"decay_fwd", "state_scan", "mix", "bc_bwd", "decay_bwd"}
     assert all(r["spills"] == 0 for r in rows if r["dtype"] == "bfloat16")
 
@@ -325,10 +328,6 @@ def test_without_triton_the_file_imports_and_takes_nothing():
             "print(t.fits(x, d, -d[0, 0, 0], b, b, d[:, :, 0]))")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.stdout.strip() == "False", run.stderr
-
-
-def test_both_paths_clamp_the_log_decay_alike():
-    assert chunk_scan.A_MIN == chunk_scan_triton.A_MIN
 
 
 @outer
