@@ -407,8 +407,8 @@ def _check_out(out, overwrite):
     if is_empty or not out.exists():
         return
     if not _holds_only_shards(out):
-        raise UserError(f"{out} exists and is not empty: choose another --out (--overwrite replaces "
-                        "a folder that holds shards and nothing else)")
+        raise UserError(f"{out} exists and is not empty: choose another --out (--overwrite "
+                        "replaces a folder that holds shards and nothing else)")
     if not overwrite:
         raise UserError(f"{out} exists and is a shard folder: choose another --out, or --overwrite")
 

@@ -99,7 +99,7 @@ def test_what_is_given_twice_counts_once_and_that_is_said(tmp_path, shards, caps
     assert (twice.n_docs, twice.n_bytes) == (401, once.n_bytes)
     assert twice.fingerprint == once.fingerprint
     said = [line for line in capsys.readouterr().out.splitlines() if "left out 1 files" in line]
-    assert [line.split(":")[0] for line in said] == [str(tmp_path / "texts"), str(tmp_path / "link")]
+    assert [line.split(":")[0] for line in said] == [f"{tmp_path}/texts", f"{tmp_path}/link"]
 
 
 def test_a_text_without_the_wanted_documents_is_named(tmp_path):
@@ -243,7 +243,7 @@ def test_shards_of_another_vocabulary_are_refused(tmp_path, shards):
 
 def test_an_interrupted_build_leaves_nothing(tmp_path):
     def interrupted():
-        yield from DOCUMENTS * 100
+        yield from DOCUMENTS * 10  # over a batch, so files have been written
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         data.write_shards(interrupted(), tmp_path / "out", BYTES, shard_tokens=1000)
@@ -466,16 +466,18 @@ def test_a_rank_left_in_the_environment_silences_nothing(tmp_path, monkeypatch, 
     assert "pack your own" in capsys.readouterr().out
 
 
-def test_names_that_are_not_utf8_are_read_packed_and_printed(tmp_path):
+def test_names_that_are_not_utf8_are_read_packed_and_printed(tmp_path, capsys):
     latin = os.fsdecode(b"caf\xe9.txt")
     try:
         write_text(tmp_path / latin, ["some words"])
     except OSError:
         pytest.skip("this file system has UTF-8 names only")
-    done = run("--text", tmp_path / latin, "--out", tmp_path / os.fsdecode(b"\xe9"))
-    assert done.returncode == 0 and "wrote" in done.stdout and "\ufffd" in done.stdout, done.stderr
-    corpus = data.load_corpus(tmp_path / os.fsdecode(b"\xe9"), BYTES)
-    assert corpus.n_bytes == len("some words")
+    out = tmp_path / os.fsdecode(b"\xe9")
+    data.main(data.Config(text=(str(tmp_path / latin),)))
+    data.main(data.Config(text=(str(tmp_path / latin),), out=str(out)))
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/caf\ufffd.txt: 1 documents" in said and f"wrote {tmp_path}/\ufffd;" in said
+    assert data.load_corpus(out, BYTES).n_bytes == len("some words")
     assert data.named_sources((str(tmp_path / latin),)) == {"caf\ufffd": [str(tmp_path / latin)]}
 
 
