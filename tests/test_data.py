@@ -83,9 +83,23 @@ def test_train_and_valid_part_the_documents_by_what_they_say(tmp_path):
 
 def test_several_sources_are_one_stream(tmp_path, shards):
     first = write_text(tmp_path / "a.txt", ["first"])
-    ids = np.asarray(data.load_corpus([first, shards, str(first)], BYTES).ids).tolist()
+    last = write_text(tmp_path / "b.txt", ["last"])
+    ids = np.asarray(data.load_corpus([first, shards, str(last)], BYTES).ids).tolist()
     middle = np.asarray(data.load_corpus(shards, BYTES).ids).tolist()
-    assert ids == packed(["first"]) + middle + packed(["first"])
+    assert ids == packed(["first"]) + middle + packed(["last"])
+
+
+def test_what_is_given_twice_counts_once_and_that_is_said(tmp_path, shards, capsys):
+    path = write_text(tmp_path / "texts" / "a.txt", ["first"])
+    (tmp_path / "link").symlink_to(shards)
+    once = data.load_corpus([path, shards], BYTES)
+    assert "left out" not in capsys.readouterr().out
+    twice = data.load_corpus([path, shards, tmp_path / "texts", tmp_path / "link"], BYTES)
+    assert np.array_equal(np.asarray(twice.ids), np.asarray(once.ids))
+    assert (twice.n_docs, twice.n_bytes) == (401, once.n_bytes)
+    assert twice.fingerprint == once.fingerprint
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out 1 files" in line]
+    assert [line.split(":")[0] for line in said] == [f"{tmp_path}/texts", f"{tmp_path}/link"]
 
 
 def test_a_text_without_the_wanted_documents_is_named(tmp_path):
@@ -100,6 +114,51 @@ def test_invalid_utf8_is_counted_and_said(tmp_path, capsys):
     corpus = data.load_corpus(tmp_path / "a.txt", BYTES)
     assert "1 bytes that are not UTF-8" in capsys.readouterr().out
     assert corpus.n_bytes == len(corpus.ids) - 1 == len("caf\ufffd au lait".encode())
+
+
+# -------------------------------------------------------------------------------- fingerprints
+
+def test_the_fingerprint_of_text_is_of_its_ids_and_not_of_its_files(tmp_path):
+    def fingerprint(*paths, tokenizer=BYTES, split=None):
+        return data.load_corpus(paths, tokenizer, split).fingerprint
+
+    whole = write_text(tmp_path / "a.txt")
+    known = fingerprint(whole)
+    assert len(known) == 64 and int(known, 16)
+    parts = [write_text(tmp_path / "parts" / name, documents) for name, documents in (
+        ("1.txt", DOCUMENTS[:150]), ("2.txt", DOCUMENTS[150:]))]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n".join(json.dumps({"text": d}) for d in DOCUMENTS), encoding="utf-8")
+    (tmp_path / "link.txt").symlink_to(whole)
+    moved = write_text(tmp_path / "elsewhere" / "b.txt")
+    for same in ([moved], [tmp_path / "link.txt"], [lines], parts, [tmp_path / "parts"]):
+        assert fingerprint(*same) == known
+    changed = [known, fingerprint(*parts[::-1]), fingerprint(parts[0]),
+               fingerprint(whole, tokenizer=wordpiece(tmp_path / "v")),
+               fingerprint(whole, split="train"), fingerprint(whole, split="valid")]
+    with open(whole, "a", encoding="utf-8") as file:
+        file.write("\n\nappended")
+    changed.append(fingerprint(whole))
+    assert len(set(changed)) == len(changed)
+
+
+def test_the_fingerprint_of_shards_is_of_their_manifest(tmp_path, shards):
+    def fingerprint(*paths, split=None):
+        return data.load_corpus(paths, BYTES, split).fingerprint
+
+    data.write_shards(DOCUMENTS, tmp_path / "again", BYTES, shard_tokens=1000)
+    data.write_shards(DOCUMENTS, tmp_path / "cut", BYTES, shard_tokens=1001)
+    data.write_shards([*DOCUMENTS, "appended"], tmp_path / "more", BYTES, shard_tokens=1000)
+    text = write_text(tmp_path / "a.txt")
+    assert fingerprint(shards) == fingerprint(tmp_path / "again")
+    different = [fingerprint(shards), fingerprint(tmp_path / "cut"), fingerprint(tmp_path / "more"),
+                 fingerprint(shards, split="train"), fingerprint(shards, split="valid"),
+                 fingerprint(shards, text), fingerprint(text, shards), fingerprint(text)]
+    assert len(set(different)) == len(different)
+
+
+def test_a_corpus_made_in_memory_has_no_fingerprint():
+    assert data.Corpus(np.zeros(3, np.uint16), 3, 0, "bytes").fingerprint == ""
 
 
 # -------------------------------------------------------------------------------------- shards
@@ -151,12 +210,23 @@ def test_a_worker_gets_paths_and_not_the_shards(shards):
     assert np.array_equal(pickle.loads(sent).ids[500:2500], corpus.ids[500:2500])
 
 
+def first_shard_says(folder, tokens):
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    manifest["splits"]["train"]["shards"][0]["tokens"] = tokens
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "shard_00000.bin").write_bytes(b"")
+
+
 @pytest.mark.parametrize("fault, said", [
     (lambda f: (f / "shard_00001.bin").unlink(), r"shard_00001.bin has no bytes.*2000"),
     (lambda f: os.truncate(f / "shard_00001.bin", 1998), r"shard_00001.bin has 1998 bytes.*2000"),
     (lambda f: (f / "shard_00001.bin").write_bytes(b"\x04\x01" * 1000), "ids up to 260.*most 259"),
     (lambda f: (f / "shard_00001.bin").write_bytes(b"a\0" * 1000), r"shard_00001.bin has CRC-32"),
     (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is damaged"),
+    (lambda f: (f / "manifest.json").write_text(""), "manifest.json is damaged"),
+    (lambda f: (f / "manifest.json").write_bytes(b"\xff{}"), "manifest.json is damaged"),
+    (lambda f: first_shard_says(f, 0), "manifest.json is damaged.*shard_00000.bin of 0 tokens"),
+    (lambda f: first_shard_says(f, "many"), "manifest.json is damaged"),
     (lambda f: (f / "manifest.json").write_text('{"splits": {}}'), "manifest.json is damaged"),
     (lambda f: (f / "manifest.json").unlink(), "shards holds no text")])
 def test_shards_that_are_not_whole_are_refused(shards, fault, said):
@@ -173,7 +243,7 @@ def test_shards_of_another_vocabulary_are_refused(tmp_path, shards):
 
 def test_an_interrupted_build_leaves_nothing(tmp_path):
     def interrupted():
-        yield from DOCUMENTS * 100
+        yield from DOCUMENTS * 10  # over a batch, so files have been written
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         data.write_shards(interrupted(), tmp_path / "out", BYTES, shard_tokens=1000)
@@ -207,11 +277,29 @@ def test_an_existing_folder_is_replaced_only_if_asked_and_only_if_shards(tmp_pat
         with pytest.raises(UserError, match="is not empty"):
             data.write_shards(["new"], tmp_path / "home", BYTES, overwrite=overwrite)
     assert (tmp_path / "home" / "thesis.tex").exists()
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "of a web page"}')
+    (shards / "notes.txt").write_text("which text this was")
+    for folder in (tmp_path / "app", shards):
+        before = sorted(folder.iterdir())
+        with pytest.raises(UserError, match="not empty.*shards and nothing else"):
+            data.write_shards(["new"], folder, BYTES, overwrite=True)
+        assert sorted(folder.iterdir()) == before
     (tmp_path / "empty").mkdir()
     data.write_shards(["new"], tmp_path / "empty", BYTES)
     with pytest.raises(UserError, match="nothing to train on"):
         data.write_shards([], tmp_path / "none", BYTES)
     assert not (tmp_path / "none").exists()
+
+
+def test_shards_go_where_a_link_leads(tmp_path):
+    (tmp_path / "large_disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "large_disk")
+    for text in ("some words", "other words"):
+        data.write_shards([text], tmp_path / "out", BYTES, overwrite=True)
+        assert data.load_corpus(tmp_path / "large_disk", BYTES).n_bytes == len(text)
+    assert (tmp_path / "out").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["large_disk", "out"]
 
 
 # ------------------------------------------------------------------------------------- windows
@@ -343,85 +431,6 @@ def test_t_is_clipped_and_seeds_differ(corpus):
         one[300]
 
 
-# ------------------------------------------------------------------------- the paper's mixture
-
-MIXTURE = {"pile/long": 3.0, "pile/short": 1.0, "wiki/text-v1": 1.0}
-
-
-def local_sources(folder, opened):
-    """Files standing in for the hub: rows with more fields than "text", one of them empty."""
-    for name, n in (("long", 3000), ("short", 20), ("text-v1", 3000)):
-        rows = [{"id": i, "text": f"{name} {i} says something {i * i}."} for i in range(n)]
-        lines = [json.dumps(row) for row in [{"id": -1, "text": None}, *rows]]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-
-    def open_source(source):
-        opened.append(source)
-        for line in open(folder / f"{source.split('/')[1]}.jsonl"):
-            yield json.loads(line)
-    return open_source
-
-
-def test_table_5_has_fourteen_sources_and_sums_to_105():
-    assert len(data.PAPER_MIXTURE) == 14
-    assert round(sum(data.PAPER_MIXTURE.values()), 2) == 105.00
-    assert data.PAPER_MIXTURE["common-pile/youtube_filtered"] == 22.5
-    assert data.PAPER_MIXTURE["iohadrubin/wikitext-103-raw-v1"] == 2.5
-
-
-def test_a_mixture_has_its_weights_its_splits_and_loads_as_one(tmp_path, capsys):
-    opened, out = [], tmp_path / "out"
-    manifest = data.build_mixture(out, BYTES, 50_000, local_sources(tmp_path, opened), MIXTURE)
-    assert opened == list(MIXTURE)
-    texts = {}
-    for split in ("train", "valid", "test"):
-        corpus = data.load_corpus(out, BYTES, split)
-        texts[split] = BYTES.decode(np.asarray(corpus.ids)).split("\n\n")[:-1]
-        assert len(texts[split]) == corpus.n_docs == manifest["splits"][split]["documents"]
-        assert corpus.n_bytes == sum(len(t.encode()) for t in texts[split])
-    every = sum(texts.values(), [])
-    assert len(set(every)) == len(every)  # no document twice, so none in two splits
-    for split, share in (("train", 0.70), ("valid", 0.15), ("test", 0.15)):
-        assert abs(len(texts[split]) / len(every) - share) < 0.05
-    tokens = Counter()
-    for t in texts["train"]:
-        tokens[t.split(" ")[0]] += len(t) + 1
-    # Of 50,000 tokens 3/5 and 1/5; a source stops within a document after its share.
-    assert 0 <= tokens["long"] - 30_000 < 50 and 0 <= tokens["text-v1"] - 10_000 < 50
-    said = capsys.readouterr().out
-    assert f"short: {tokens['short']} of 10,000 training tokens, the source has no more" in said
-    assert said.count("has no more") == 1
-
-
-def test_a_killed_mixture_goes_on_where_it_was(tmp_path):
-    opened, out = [], tmp_path / "out"
-    good = local_sources(tmp_path, opened)
-
-    def failing(source):
-        yield from (row for i, row in zip(range(100), good(source)))
-        if source == "wiki/text-v1":
-            raise ConnectionError("the cable")
-    with pytest.raises(UserError, match="cannot stream wiki/text-v1.*the cable.*whole sources"):
-        data.build_mixture(out, BYTES, 50_000, failing, MIXTURE)
-    with pytest.raises(UserError, match="holds no text"):
-        data.load_corpus(out, BYTES)  # not yet a corpus
-    (out / ".text-v1.1.tmp").mkdir()  # what a kill leaves
-    data.build_mixture(out, BYTES, 50_000, good, MIXTURE)
-    assert opened == [*MIXTURE, "wiki/text-v1"] and not list(out.glob(".*.tmp"))
-    data.build_mixture(out, BYTES, 50_000, good, MIXTURE)
-    assert len(opened) == 4
-    with pytest.raises(UserError, match="long was made with another tokenizer or other --tokens"):
-        data.build_mixture(out, BYTES, 60_000, good, MIXTURE)
-    with pytest.raises(UserError, match="another tokenizer"):
-        data.build_mixture(out, wordpiece(tmp_path / "v"), 50_000, good, MIXTURE)
-
-
-def test_the_mixture_without_its_package_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        data.build_mixture(tmp_path / "out", BYTES, 1000)
-
-
 # -------------------------------------------------------------------------------- command line
 
 def run(*arguments, **environment):
@@ -444,18 +453,38 @@ def test_the_command_packs_a_directory_and_says_what_it_did(tmp_path):
         data.main(data.Config(text=(str(tmp_path / "in"),), out=str(tmp_path / "out")))
 
 
-def test_no_network_is_one_line_and_status_2(tmp_path):
-    done = run("--tokenizer", "bert-base-uncased", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+def test_no_network_is_one_line_and_status_2_without_a_retry(tmp_path):
+    done = run("--tokenizer", "bert-base-uncased", HF_ENDPOINT="http://127.0.0.1:9", NO_PROXY="*",
+               HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "HF_ENDPOINT" in done.stderr and "path of a vocab.txt" in done.stderr
+
+
+def test_a_rank_left_in_the_environment_silences_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    data.main(data.Config(text=(str(write_text(tmp_path / "a.txt")),)))
+    assert "pack your own" in capsys.readouterr().out
+
+
+def test_names_that_are_not_utf8_are_read_packed_and_printed(tmp_path, capsys):
+    latin = os.fsdecode(b"caf\xe9.txt")
+    try:
+        write_text(tmp_path / latin, ["some words"])
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+    out = tmp_path / os.fsdecode(b"\xe9")
+    data.main(data.Config(text=(str(tmp_path / latin),)))
+    data.main(data.Config(text=(str(tmp_path / latin),), out=str(out)))
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/caf\ufffd.txt: 1 documents" in said and f"wrote {tmp_path}/\ufffd;" in said
+    assert data.load_corpus(out, BYTES).n_bytes == len("some words")
+    assert data.named_sources((str(tmp_path / latin),)) == {"caf\ufffd": [str(tmp_path / latin)]}
 
 
 def test_the_bare_command_shows_a_window_and_its_corruption(capsys):
     counts = data.main(data.Config())
     said = capsys.readouterr().out
     assert f"{counts['documents']:,} documents" in said and "_" in said.split("x_t at t = 0.5")[1]
-    with pytest.raises(UserError, match="the one mixture is paper"):
-        data.main(data.Config(mixture="best", out="x"))
 
 
 def test_named_sources_are_named_by_the_user_or_by_their_stem():
@@ -474,6 +503,26 @@ def test_what_was_trained_on_is_scored_on_its_held_out_part_only(tmp_path):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "manifest.json").write_text("{}")
     assert data.held_out_split([tmp_path / "shards"], []) == "valid"
+
+
+def test_what_was_trained_on_is_known_by_any_name(tmp_path, monkeypatch):
+    abc = write_text(tmp_path / "books" / "abc.txt")
+    write_text(tmp_path / "books" / "sub" / "deep.txt")
+    write_text(tmp_path / "books" / "other.txt")
+    (tmp_path / "link.txt").symlink_to(abc)
+    os.link(abc, tmp_path / "hard.txt")
+    (tmp_path / "shelf").symlink_to(tmp_path / "books")
+    write_text(tmp_path / "apart.txt")  # a copy is another file
+    monkeypatch.chdir(tmp_path / "books")
+    for source in ("abc.txt", "./abc.txt", "../books/abc.txt", abc, tmp_path / "link.txt",
+                   tmp_path / "hard.txt", tmp_path / "shelf" / "abc.txt", ".", tmp_path):
+        assert data.held_out_split([source], ["abc.txt"]) == "valid", source
+        assert data.held_out_split(["other.txt", source], [str(abc), "gone.txt"]) == "valid", source
+    assert data.held_out_split(["sub/deep.txt"], [tmp_path / "shelf"]) == "valid"
+    assert data.held_out_split("abc.txt", str(abc)) == "valid"
+    for source in ("other.txt", "sub", "../apart.txt", "gone.txt"):
+        assert data.held_out_split([source], ["abc.txt", "gone.txt"]) is None, source
+    assert data.held_out_split(["abc.txt"], ["embedded"]) is None
 
 
 def test_windows_at_even_distances_reach_both_ends_and_repeat_none():

@@ -1,9 +1,12 @@
 """text.py: every byte of every file format arrives, and the tokenizers do what their tables say."""
 import gzip
 import json
+import os
 import sys
 import tracemalloc
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,12 +116,113 @@ def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, 
     assert "\n" not in str(error.value)
 
 
-def test_the_hubs_vocabulary_must_have_its_hash_and_a_path_need_not(tiny, monkeypatch):
+def test_a_byte_that_is_not_utf8_is_the_replacement_character_in_either_tokenizer(tiny):
+    argument = os.fsdecode(b"It was \xff")  # as in --prompt
+    for tokenizer in (text.ByteTokenizer(), tiny):
+        for odd in (argument, "It was \ud83d"):
+            ids = tokenizer.encode(odd).tolist()
+            assert ids == tokenizer.encode("It was \ufffd").tolist()
+    assert text.ByteTokenizer().decode(text.ByteTokenizer().encode(argument)) == "It was \ufffd"
+
+
+# ----------------------------------------------------------------------------------------- hub
+
+@pytest.fixture
+def hub(monkeypatch):
+    """huggingface_hub, in which each use is noted, nothing is cached and no network is there."""
     import huggingface_hub
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name: tiny.name)
-    with pytest.raises(UserError, match=f"{tiny.fingerprint}.*{text.BERT_SHA256}"):
+    used = []
+
+    def answer(name, result=None):
+        def used_now(*args, **settings):
+            used.append(name)
+            if isinstance(result, Exception):
+                raise result
+            return result
+        monkeypatch.setattr(huggingface_hub, name, used_now)
+
+    answer("try_to_load_from_cache")
+    answer("get_hf_file_metadata", ConnectionError("the cable"))
+    answer("hf_hub_download", AssertionError("this would try for half a minute"))
+    return SimpleNamespace(answer=answer, used=used)
+
+
+def test_the_hubs_vocabulary_must_have_its_hash_and_a_path_need_not(tiny, hub):
+    hub.answer("try_to_load_from_cache", tiny.name)
+    said = f"{tiny.name}: .*{tiny.fingerprint}.*{text.BERT_SHA256}.*delete the file"
+    with pytest.raises(UserError, match=said):
         text.make_tokenizer("bert-base-uncased")
     assert text.make_tokenizer(tiny.name).vocab_size == len(WORDS) + len(SPECIALS)
+
+
+def test_a_file_of_the_hub_is_taken_from_the_cache_or_asked_for_once(tiny, hub):
+    size = os.path.getsize(tiny.name)
+
+    def fetch():
+        return str(text.fetch("a/b", "vocab.txt", size, tiny.fingerprint, "its path"))
+
+    said = r"vocab.txt of a/b \(ConnectionError\).*give its path$"
+    with pytest.raises(UserError, match=said) as error:
+        fetch()
+    assert "\n" not in str(error.value)
+    assert hub.used == ["try_to_load_from_cache", "get_hf_file_metadata"]
+    hub.answer("get_hf_file_metadata")
+    hub.answer("hf_hub_download", tiny.name)
+    assert fetch() == tiny.name and hub.used[2:] == [
+        "try_to_load_from_cache", "get_hf_file_metadata", "hf_hub_download"]
+    hub.answer("try_to_load_from_cache", tiny.name)
+    assert fetch() == tiny.name and hub.used[5:] == ["try_to_load_from_cache"]
+
+
+# --------------------------------------------------------------------------------------- files
+
+def write_files(folder, *names):
+    """Files that hold their own names."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def test_files_are_in_the_order_of_sorted_paths(tmp_path):
+    write_files(tmp_path, "b.txt", "sub/z.txt", "sub.txt", "sub/a/x.txt", "sub-2/y.txt", "Z/q.txt",
+                ".hidden/h.txt", "sub/a.txt")
+    assert text.find_files(tmp_path) == sorted(p for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_a_file_counts_once_however_many_links_lead_to_it(tmp_path):
+    write_files(tmp_path, "in/b.txt", "in/c.txt", "elsewhere/d.txt")
+    (tmp_path / "in/d.txt").symlink_to("b.txt")
+    (tmp_path / "in/a.txt").symlink_to("c.txt")
+    os.link(tmp_path / "in/b.txt", tmp_path / "in/e.txt")
+    (tmp_path / "in/gone.txt").symlink_to("nowhere.txt")
+    counts = Counter()
+    assert list(text.read_documents(tmp_path / "in", counts)) == ["in/c.txt", "in/b.txt"]
+    assert counts["repeats"] == 3  # of a, b, c, d, e two are left
+    both = [tmp_path / "in/b.txt", str(tmp_path / "in/../in/b.txt"), tmp_path / "in"]
+    counts = Counter()
+    assert list(text.read_documents(both, counts)) == ["in/b.txt", "in/c.txt"]
+    assert counts["repeats"] == 5
+    counts, seen = Counter(), set()
+    assert len(text.find_files(tmp_path / "in", counts, seen)) == 2
+    assert text.find_files([tmp_path / "in/d.txt", "embedded"], counts, seen) == [Path("embedded")]
+    assert text.find_files(["embedded", tmp_path / "elsewhere"], counts, seen) == [
+        tmp_path / "elsewhere/d.txt"]
+
+
+def test_linked_folders_are_followed_without_circles(tmp_path):
+    write_files(tmp_path, "in/b.txt", "in/sub/c.txt", "elsewhere/d.txt", "elsewhere/deep/e.txt")
+    (tmp_path / "in/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/again").symlink_to(tmp_path / "elsewhere/deep")
+    (tmp_path / "in/sub/up").symlink_to("..")
+    (tmp_path / "in/self").symlink_to("self")
+    (tmp_path / "elsewhere/deep/back").symlink_to(tmp_path / "in")
+    counts = Counter()
+    assert text.find_files(tmp_path / "in", counts) == [
+        tmp_path / "in" / name for name in ("again/e.txt", "b.txt", "link/d.txt", "sub/c.txt")]
+    assert counts["repeats"] == 3  # in/again/back, in/link/deep and in/sub/up
+    assert text.find_files(tmp_path / "in/link") == [
+        tmp_path / "in/link" / name for name in (
+            "d.txt", "deep/back/b.txt", "deep/back/sub/c.txt", "deep/e.txt")]
 
 
 # ----------------------------------------------------------------------------------- documents
