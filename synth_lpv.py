@@ -577,7 +577,7 @@ def normal_equations(P, basis, u, y):
 
 def damped_step(equations, damping):
     """The solution of (J^T J + damping diag(J^T J)) step = J^T r: damping (e 1) -> (e p)."""
-    diagonal = equations.JTJ.diagonal(dim1=1, dim2=2).clamp_min(1e-12)     # e p
+    diagonal = equations.JTJ.diagonal(dim1=1, dim2=2).clamp_min(1e-12)  # e p
     damped = equations.JTJ + torch.diag_embed(damping * diagonal)
     return torch.linalg.solve_ex(damped, equations.JTr).result
 
@@ -599,7 +599,7 @@ def levenberg_marquardt(start, basis, u, y, iterations):
     for _ in range(iterations):
         candidate = theta + damped_step(equations, damping).view_as(theta)
         found = equations_at(candidate)
-        better = found.rTr < equations.rTr                       # e; False for nan
+        better = found.rTr < equations.rTr                      # e; False for nan
         theta[better] = candidate[better]
         for old, new in zip(equations, found):
             old[better] = new[better]
@@ -801,15 +801,16 @@ def summarise_bound(sizes, rows, limit):
         bound = np.array(row["bound"])
         fine = moe < limit
         bounds.append(root_mean_square(bound))
-        ratios.append(root_mean_square(moe[fine] / bound[fine]))
+        with np.errstate(divide="ignore", invalid="ignore"):    # without noise the bound is 0
+            ratios.append(root_mean_square(moe[fine] / bound[fine]))
     return {"bound": bounds, "ratio": ratios, "bound_rates": decay_rates(sizes, bounds)}
 
 
 # ---- table ---------------------------------------------------------------------------------------
 
 def show_number(value, digits=4):
-    """A number as text; n/a for nan."""
-    if math.isnan(value):
+    """A number as text; n/a for nan and infinity."""
+    if not math.isfinite(value):
         return "n/a"
     return f"{value:.{digits}f}"
 

@@ -443,6 +443,14 @@ def test_the_result_is_written_before_the_figure_is_drawn(monkeypatch):
     assert "dct" in saved(cfg, "recovery")["metrics"]["summary"]
 
 
+def test_without_noise_the_bound_is_zero_and_the_ratio_to_it_n_a(recwarn):
+    cfg = Config(kernel=("dct",), sizes=(20, 40), seeds=2, noise=0.0, iterations=1)
+    table = synth_lpv.main(cfg)["table"]
+    assert "| Cramer-Rao bound, RMS | 0.0000 | 0.0000 | n/a | n/a |" in table
+    assert "| MOE / bound, RMS | n/a | n/a |" in table
+    assert not [str(w.message) for w in recwarn if "divide" in str(w.message)]
+
+
 def test_rates_are_n_a_where_an_error_is_missing():
     assert synth_lpv.decay_rates([1, 4], [1.0, 0.5]) == pytest.approx([-0.5, -0.5])
     for sizes, errors in (([1], [1.0]), ([1, 4], [math.nan, 1.0]), ([1, 4], [1.0, 0.0])):
