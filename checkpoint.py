@@ -34,6 +34,7 @@ import torch
 
 import baselines  # noqa: F401  its kernels are among those that load
 import common
+import text
 from hydra_ssm import HydraBert, HydraConfig
 from mark_adapters import MarkAdapter, make_adapter
 
@@ -288,25 +289,9 @@ def unreadable(path):
 
 def fetch_backbone(source):
     """Path of a hub file in huggingface_hub's cache, fetched if need be; size and hash checked."""
-    import huggingface_hub
     hub = HUB_FILES[source]
-    try:
-        path = Path(huggingface_hub.hf_hub_download(source, hub.filename, revision=hub.revision))
-    except Exception as error:  # connection, HTTP status, offline mode: classes of several packages
-        raise common.UserError(
-            f"could not fetch {hub.filename} of {source} ({type(error).__name__}); download it "
-            "elsewhere and give its path as --weights, set HF_ENDPOINT to a mirror, or unset "
-            "HF_HUB_OFFLINE") from None
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    if (size, digest.hexdigest()) != (hub.size, hub.sha256):
-        path = path.resolve()  # the snapshot is a link: deleting it alone would leave the bad blob
-        raise common.UserError(f"{path}: {size} bytes with sha256 {digest.hexdigest()[:12]}..., "
-                               f"expected {hub.size} and {hub.sha256[:12]}...; delete the file and "
-                               "try again")
-    return path
+    return text.fetch(source, hub.filename, hub.size, hub.sha256, "its path as --weights",
+                      hub.revision)
 
 
 # ---- adapters ------------------------------------------------------------------------------------

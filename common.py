@@ -129,7 +129,7 @@ def save_figure(figure, path):
 
 def readable(text):
     """`text` with U+FFFD where bytes of an argument or a file name are not UTF-8."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return re.sub("[\ud800-\udfff]+", "\ufffd", text)
 
 
 def plain(value):
@@ -137,7 +137,7 @@ def plain(value):
     if dataclasses.is_dataclass(value):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {readable(str(k)): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -246,7 +246,7 @@ def loading(loader):
         yield batches
     except common.UserError:
         raise
-    except Exception as error:  # a dead process shows as one of many kinds
+    except Exception:  # a dead process shows as one of many kinds
         for worker in workers:
             worker.join(timeout=0.1)  # one that is being killed closes its pipes before it is gone
         dead = [worker.exitcode for worker in workers if not worker.is_alive()]
