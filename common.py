@@ -129,7 +129,7 @@ def save_figure(figure, path):
 
 def readable(text):
     """`text` with U+FFFD where bytes of an argument or a file name are not UTF-8."""
-    return re.sub("[\ud800-\udfff]+", "\ufffd", text)
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def plain(value):
