@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common import ROOT, UserError, banner, run_cli, save_figure, write_json
+from common import (ROOT, UserError, banner, log, new_figure, run_cli, save_figure,
+                    save_result)
 
 REDUCTIONS = ("masked_mean", "sum", "weight_mean")
 
@@ -95,8 +96,9 @@ def cart_weights(masked, p=0.45, visible=None, dtype=torch.float32):
     # 2 k nearest positions, so log2(l) steps replace the loop over i. No power 0^0 ever occurs.
     v = torch.stack([visible, visible.flip(-1)]).to(dtype)                 # 2 b l
     s = F.pad(v[..., :-1], (1, 0))
-    q, k, length = 1.0 - p, 1, s.shape[-1]
-    while k < length:
+    q = 1.0 - p
+    k = 1
+    while k < s.shape[-1]:
         s[..., k:] += q**k * s[..., :-k]  # the product is a copy: reading and writing may overlap
         k *= 2
     return 0.5 * p * (s[0] + s[1].flip(-1)) * masked                       # b l
@@ -142,7 +144,9 @@ def loss_norm(masked, w, reduction="masked_mean"):
         raise UserError(f"unknown reduction {reduction!r}: choose one of {', '.join(REDUCTIONS)}")
     if reduction == "sum":
         return torch.ones((), dtype=w.dtype, device=w.device)
-    return masked.sum().to(w.dtype) if reduction == "masked_mean" else (w * masked).sum()
+    if reduction == "masked_mean":
+        return masked.sum().to(w.dtype)
+    return (w * masked).sum()
 
 
 def cart_loss(ce, masked, w, reduction="masked_mean"):
@@ -154,7 +158,8 @@ def cart_loss(ce, masked, w, reduction="masked_mean"):
     parts first, then the parts' `cart_loss(..., "sum")`, each divided by that total.
     """
     norm = loss_norm(masked, w, reduction)
-    ce = ce[masked] if ce.shape == masked.shape else ce                    # m
+    if ce.shape == masked.shape:
+        ce = ce[masked]                                                    # m
     return (w[masked] * ce).sum() / torch.where(norm > 0, norm, 1)
 
 
@@ -173,7 +178,9 @@ def unigram_log_probs(ids, vocab_size, exclude=(), block=1 << 24):
     ids that are never predicted. Its cross-entropy is a lookup:
     ce = -unigram_log_probs(...)[x0[masked]].
     """
-    ids, counts = ids.reshape(-1) if isinstance(ids, np.ndarray) else ids, np.ones(vocab_size)
+    if isinstance(ids, np.ndarray):
+        ids = ids.reshape(-1)
+    counts = np.ones(vocab_size)
     for start in range(0, len(ids), block):
         counts += np.bincount(ids[start:start + block], minlength=vocab_size)
     counts[list(exclude)] = 0
@@ -186,14 +193,18 @@ def unigram_log_probs(ids, vocab_size, exclude=(), block=1 << 24):
 def print_worked_example(words, masked, p):
     """Print eq. 22 term by term for one sentence; masked: l bool."""
     w = cart_weights(masked, p)
-    print("x_0  " + " ".join(words))
-    print("x_t  " + " ".join("[MASK]" if m else word for word, m in zip(words, masked)))
-    print(f"\nw_i = 1/2 sum over visible j of p (1 - p)^(|i - j| - 1), p = {p:g}   (eq. 22)")
+    hidden = ["[MASK]" if m else word for word, m in zip(words, masked)]
+    log("x_0  " + " ".join(words))
+    log("x_t  " + " ".join(hidden))
+    log(f"\nw_i = 1/2 sum over visible j of p (1 - p)^(|i - j| - 1), p = {p:g}   (eq. 22)")
     for i in masked.nonzero().flatten().tolist():
-        distance = {j: abs(i - j) for j in range(len(words)) if not masked[j]}
-        terms = [f"{p * (1 - p) ** (d - 1) / 2:.5f} ({words[j]}, {d} away)"
-                 for j, d in distance.items()]
-        print(f"w_{i + 1} = {w[i]:.5f} = {' + '.join(terms) or 'nothing is visible'}   {words[i]}")
+        terms = []
+        for j in (~masked).nonzero().flatten().tolist():
+            distance = abs(i - j)
+            weight = p * (1 - p) ** (distance - 1) / 2
+            terms.append(f"{weight:.5f} ({words[j]}, {distance} away)")
+        total = " + ".join(terms) or "nothing is visible"
+        log(f"w_{i + 1} = {w[i]:.5f} = {total}   {words[i]}")
     return w
 
 
@@ -202,7 +213,8 @@ def mean_weight(p, generator, b=256, length=4096):
 
     Far from the ends E[w] = 1 - t, and the mean over masked tokens is E[t (1 - t)] / E[t] = 1/3.
     """
-    x0, t = torch.zeros(b, length, dtype=torch.int64), (torch.arange(b) + 0.5) / b
+    x0 = torch.zeros(b, length, dtype=torch.int64)
+    t = (torch.arange(b) + 0.5) / b
     _, masked = corrupt(x0, t, 1, torch.ones_like(x0, dtype=torch.bool), generator)
     w = cart_weights(masked, p)
     return cart_loss(torch.ones_like(w), masked, w).item()
@@ -210,12 +222,10 @@ def mean_weight(p, generator, b=256, length=4096):
 
 def draw_weights(path, generator, ps=(0.2, 0.45, 0.9), length=64):
     """Figure: the weights along one half-masked sequence for several p, over its mask."""
-    from matplotlib.figure import Figure  # not pyplot: it would set global state
-
     x0 = torch.zeros(length, dtype=torch.int64)
     _, masked = corrupt(x0, 0.5, 1, torch.ones_like(x0, dtype=torch.bool), generator)
     at = masked.nonzero().flatten()
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = new_figure(8, 3.4)
     top, strip = figure.subplots(2, sharex=True, height_ratios=[8, 1])
     for p, marker in zip(ps, "so^"):
         w = cart_weights(masked, p)[at]
@@ -232,21 +242,21 @@ def main(cfg):
     if len(cfg.mask) != len(words) or set(cfg.mask) - set("01"):
         raise UserError(f"--mask needs one digit 0 or 1 for each of the {len(words)} words of "
                         f"--sentence, got {cfg.mask!r}")
-    banner("cart.py", cfg)
+    env = banner("cart.py", cfg)
     generator = torch.Generator().manual_seed(cfg.seed)
     masked = torch.tensor([digit == "1" for digit in cfg.mask])
     w = print_worked_example(words, masked, cfg.p)
 
     weight = mean_weight(cfg.p, generator)
     nats = uniform_nats(30_522)
-    print(f"\nOver t ~ U(0, 1) a masked token weighs {weight:.3f} on average (masked_mean).")
-    print(f"A uniform guess among 30,522 ids: {weight:.3f} x {nats:.2f} = {weight * nats:.2f} nats")
+    log(f"\nOver t ~ U(0, 1) a masked token weighs {weight:.3f} on average (masked_mean).")
+    log(f"A uniform guess among 30,522 ids: {weight:.3f} x {nats:.2f} = {weight * nats:.2f} nats")
 
-    figure = ROOT / cfg.out / "cart_weights.png"
-    draw_weights(figure, generator)
+    folder = ROOT / cfg.out
     result = {"w": w.tolist(), "mean_weight": weight}
-    write_json(ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
-    print(f"wrote {figure}")
+    save_result(folder / "result.json", result, cfg, env)
+    draw_weights(folder / "cart_weights.png", generator)
+    log(f"wrote {folder / 'cart_weights.png'}")
     return result
 
 
