@@ -1,4 +1,4 @@
-"""Text to documents and tokens: files, the embedded corpus, and the two tokenizers (section C.1).
+"""Text to documents and tokens: files, the embedded text, and the two tokenizers (section C.1).
 
 Run:      not a script; data.py imports it, and `python data.py` shows what it reads.
 Symbols:  ids   token ids, (n,) uint16; which of them are special, by tokenizer:
@@ -19,7 +19,6 @@ grow with a .txt file; a line of .jsonl is held whole, in ten times its size.
 
 Differs from the paper: it has no bytes; they are for the small backbone, which needs no vocabulary.
 """
-import ast
 import gzip
 import hashlib
 import io
@@ -27,16 +26,14 @@ import itertools
 import json
 import os
 import re
-import sysconfig
-import warnings
 from collections import Counter
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from common import UserError, progress
+from common import SOURCE, UserError, progress
 
+EMBEDDED = SOURCE / "assets" / "tinyshakespeare.txt"  # what "embedded" names
 LONGEST = 1 << 20                                  # characters of a .txt document
 TEXT = re.compile(r"\.(txt|jsonl)(\.gz|\.zst)?$")  # the files we read
 SURROGATE = re.compile("[\ud800-\udfff]")          # in a str: a byte that was not UTF-8
@@ -204,11 +201,14 @@ def fetch(repo, filename, size, sha256, instead, revision=None):
 
 # --------------------------------------------------------------------------------------- files
 
+def resolve(path):
+    """The Path that a source names: "embedded" is the text in this repository."""
+    return EMBEDDED if str(path) == "embedded" else Path(path)
+
+
 def identity(path):
     """What two names of one file share, and two files do not: its device and number."""
-    if str(path) == "embedded":
-        return "embedded"
-    status = os.stat(path)
+    status = os.stat(resolve(path))
     return status.st_dev, status.st_ino
 
 
@@ -219,9 +219,8 @@ def files_below(path, counts=None):
     receives their number as "repeats".
     """
     if not os.path.isdir(path):
-        file = Path(path)
-        is_text = str(path) == "embedded" or (file.is_file() and TEXT.search(file.name))
-        return [file] if is_text else []
+        file = resolve(path)
+        return [file] if file.is_file() and TEXT.search(file.name) else []
     counts = Counter() if counts is None else counts
     found = []
     walked = set()
@@ -263,14 +262,9 @@ def find_files(paths, counts=None, seen=None):
                 continue
             seen.add(identity(file))
             files.append(file)
-            if _size(file) == 0:
+            if file.stat().st_size == 0:
                 raise UserError(f"{file} is empty: remove it, or leave it out")
     return files
-
-
-def _size(file):
-    """Bytes of a file, to show progress; the embedded corpus counts as one."""
-    return 1 if str(file) == "embedded" else file.stat().st_size
 
 
 # ----------------------------------------------------------------------------------- documents
@@ -283,22 +277,18 @@ def read_documents(paths, counts=None, seen=None):
     """
     counts = Counter() if counts is None else counts
     files = find_files(paths, counts, seen)
-    total = sum(map(_size, files))
+    total = sum(file.stat().st_size for file in files)
     before = 0  # bytes of the files that are done
     with progress(total=total, desc="reading", unit="B", unit_scale=True) as bar:
         for file in files:
             for document, position in _read_file(file, counts):
                 yield document
                 bar.update(before + position - bar.n)
-            before += _size(file)
+            before += file.stat().st_size
 
 
 def _read_file(path, counts):
     """Yield (document, position in the file)."""
-    if str(path) == "embedded":
-        for document in embedded_documents():
-            yield document, 0
-        return
     is_jsonl = TEXT.search(path.name)[1] == "jsonl"
     split = _split_lines if is_jsonl else _split_blank
     try:
@@ -355,82 +345,3 @@ def _split_lines(path, file, counts):
                             f"({type(error).__name__}: {error}): mend or remove the line") from None
         if text:
             yield text
-
-
-# ------------------------------------------------------------------------- the embedded corpus
-
-NO_PROSE = {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages",
-            "dist-packages", "ensurepip"}  # folders of the standard library
-WORD = re.compile(r"[A-Za-z][a-z]*(?:['-][a-z]+)?[.,;:!?)]*$")
-
-
-@lru_cache(maxsize=1)
-def embedded_documents():
-    """English that every machine has: about 1 MB from Python's own documentation, in some seconds.
-
-    The language reference (`pydoc_data.topics`) and the docstrings of the standard library, parsed,
-    never imported; code and markup dropped, no paragraph twice, about 4,000 characters a document.
-    It differs between Python versions.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    documents = []
-    seen = set()
-    for path in sorted(root.rglob("*.py")):
-        if NO_PROSE & {*path.relative_to(root).parts}:
-            continue
-        size = LONGEST  # each file begins a new document
-        for paragraph in _paragraphs(path):
-            if paragraph in seen:
-                continue
-            seen.add(paragraph)
-            if size > 4000:
-                documents.append([])
-                size = 0
-            documents[-1].append(paragraph)
-            size += len(paragraph)
-    if not documents:
-        raise UserError(f"{root} has no sources to make the embedded corpus of: give text files")
-    return ["\n".join(paragraphs) for paragraphs in documents]
-
-
-def _paragraphs(path):
-    """Yield the paragraphs of prose in a Python file; none where it cannot be parsed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_text("utf-8", "replace"))
-    except (SyntaxError, ValueError):
-        return
-    texts = _strings if path.parent.name == "pydoc_data" else _docstrings
-    for text in texts(tree):
-        yield from _prose(text)
-
-
-def _docstrings(node):
-    yield ast.get_docstring(node) or ""
-    for child in node.body:
-        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _docstrings(child)
-
-
-def _strings(tree):
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
-def _prose(text):
-    """The paragraphs that read as English: not indented, a sentence's two ends, mostly words."""
-    for block in re.split(r"\n\s*\n", text):
-        if ">>>" in block or block.startswith("    "):
-            continue
-        block = re.sub(r":[a-z:]+:`~?([^`]*)`", r"\1", block)  # :class:`Name` -> Name
-        block = block.replace("`", "").replace("::", ":")
-        block = re.sub(r"^\s*([*+-]|\d+[.)])\s+", "", block)   # an item of a list
-        words = block.split()
-        if len(words) < 8:
-            continue
-        n_words = sum(1 for word in words if WORD.match(word))
-        block = " ".join(words)
-        if block[0].isupper() and block[-1] in ".!?:" and n_words >= 0.8 * len(words):
-            yield block
