@@ -35,8 +35,8 @@ from cart import cart_loss, cart_weights, corrupt, elbo_weights, masked_cross_en
 from checkpoint import (append_metrics, check_vocabulary, load_backbone, open_run, read_metrics,
                         restore_state, run_folder, save_adapter, save_state, stop_signals,
                         unlock)
-from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
-                  noise_generator)
+from data import (DiffusionDataset, Windows, held_out_split, is_shard_folder, load_corpus,
+                  maskable_tokens, noise_generator)
 from evaluate import format_table, make_draws, reference_rows, score_adapter
 from hydra_ssm import MODES
 from mark_adapters import (KERNELS, AdapterConfig, adapter_size, make_adapter, modulation_spread)
@@ -334,30 +334,23 @@ class Journal:
 def check(cfg, world):
     """Refuse, before any work, what could only fail later."""
     def need(flag, got, what):
-        raise common.UserError(f"--{flag.replace('_', '-')}: got {got}, need {what}")
+        raise common.UserError(f"--{flag}: got {got}, need {what}")
 
-    for flag, allowed in (("kernel", TRAINED), ("modulate", MODES[:-1]),
-                          ("weighting", ("cart", "elbo"))):
-        if getattr(cfg, flag) not in allowed:
-            need(flag, repr(getattr(cfg, flag)), f"one of {', '.join(allowed)}")
-    for flag in ("seqlen", "global_batch", "micro_batch", "steps", "eval_windows", "save_every"):
-        if getattr(cfg, flag) < 1:
-            need(flag, getattr(cfg, flag), "at least 1")
     if cfg.global_batch < world:
-        need("global_batch", cfg.global_batch, f"at least one sequence for each of {world} ranks")
+        need("global-batch", cfg.global_batch, f"at least one sequence for each of {world} ranks")
     if not 0 <= cfg.t_hole[0] <= cfg.t_hole[1] < 1:
-        need("t_hole", cfg.t_hole, "two times, 0 <= a <= b < 1")
+        need("t-hole", cfg.t_hole, "two times, 0 <= a <= b < 1")
     if not all(0 <= beta < 1 for beta in cfg.betas):
         need("betas", cfg.betas, "two numbers, 0 <= beta < 1")
     if cfg.max_steps > cfg.steps:
-        need("max_steps", cfg.max_steps, f"at most --steps, {cfg.steps}")
+        need("max-steps", cfg.max_steps, f"at most --steps, {cfg.steps}")
     common.pick_device(cfg.device)
-    run_folder(cfg.name or "name")
+    run_folder(cfg.name)
     if not cfg.data:
         need("data", "nothing", "text files or shards; `python -m experiments.mixture` builds the "
              "paper's")
     for path in (*cfg.data, *cfg.valid):
-        if path != "embedded" and not os.path.isfile(os.path.join(path, "manifest.json")):
+        if not is_shard_folder(path):
             find_files(path)
 
 
@@ -398,11 +391,34 @@ def make_denoiser(cfg, device, backbone=None):
     return Denoiser(backbone, adapter, cfg.modulate)
 
 
+def make_loader(cfg, windows, tokenizer, start, device):
+    """Micro-batches of this rank, from step `start` on."""
+    rank, world = common.rank_and_world()
+    dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
+                               stratified=cfg.stratified, t_hole=cfg.t_hole)
+    return DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
+                      num_workers=cfg.workers, pin_memory=device.type == "cuda",
+                      worker_init_fn=ignore_signals)
+
+
+def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal):
+    """`train_steps` under DDP, ended after its step by a signal to any rank. Returns the steps."""
+    world = common.rank_and_world()[1]
+    module = denoiser
+    if world > 1:  # an ablation leaves some readouts without a gradient
+        module = DistributedDataParallel(denoiser, forward_sync_buffers=False,
+                                         find_unused_parameters=cfg.modulate != "full")
+    parent = os.getppid()
+    with stop_signals() as caught:
+        def stop_asked():  # a rank that outlives torchrun leaves too, before the next run
+            return bool(caught) or (world > 1 and os.getppid() != parent)
+
+        return train_steps(cfg, module, optimizer, loader, tokenizer, start, stop_asked,
+                           journal.after_step)
+
+
 def run(cfg, device, backbone=None):
     """Everything between the process group's start and its end."""
-    rank, world = common.rank_and_world()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # Table 6
     tokenizer = make_tokenizer(cfg.vocab)
     denoiser = make_denoiser(cfg, device, backbone)
     check_vocabulary(denoiser.backbone, tokenizer)
@@ -428,22 +444,8 @@ def run(cfg, device, backbone=None):
     common.log(f"\nbefore (nats):\n\n{format_table(references)}\n")
 
     journal = Journal(cfg, folder, denoiser, optimizer, draws, start, rows)
-    dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
-                               stratified=cfg.stratified, t_hole=cfg.t_hole)
-    loader = DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
-                        num_workers=cfg.workers, pin_memory=device.type == "cuda",
-                        worker_init_fn=ignore_signals)
-    module = denoiser
-    if world > 1:  # an ablation leaves some readouts without a gradient
-        module = DistributedDataParallel(denoiser, forward_sync_buffers=False,
-                                         find_unused_parameters=cfg.modulate != "full")
-    parent = os.getppid()
-    with stop_signals() as caught:
-        def stop_asked():  # a rank that outlives torchrun leaves too, before the next run
-            return bool(caught) or (world > 1 and os.getppid() != parent)
-
-        done = train_steps(cfg, module, optimizer, loader, tokenizer, start, stop_asked,
-                           journal.after_step)
+    loader = make_loader(cfg, windows, tokenizer, start, device)
+    done = train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal)
     journal.bar.close()
     if done < (cfg.max_steps or cfg.steps):  # agreed by all ranks; a late signal may not be
         common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
@@ -455,12 +457,12 @@ def run(cfg, device, backbone=None):
     spread = {"start": spread_at_start, "end": rows[-1]["spread"] if rows else None}
     result = {"step": done, "tokens": done * cfg.global_batch * cfg.seqlen, "rows": rows_after,
               "seconds": time.time() - env["began"], "spread": spread}
-    if rank == 0:
+    if journal.main_rank:
         save_adapter(folder / "adapter.safetensors", denoiser.adapter, step=done,
                      weights=cfg.weights, vocab=tokenizer.fingerprint, modulate=cfg.modulate)
         common.save_result(folder / "result.json", result, cfg, env)
     report(cfg, folder, result, denoiser, held_out, tokenizer)
-    if rank == 0:
+    if journal.main_rank:
         draw_run(folder / f"training_{cfg.kernel}.png", rows, rows_after, cfg.kernel, cfg.weighting)
     return result
 
@@ -549,13 +551,15 @@ def join_group(device):
 
 def main(cfg, backbone=None):
     """Train and score an adapter; backbone: a HydraBert in place of the one of cfg.weights."""
+    cfg = dataclasses.replace(cfg, name=cfg.name or f"{cfg.preset}_{cfg.kernel}")
     check(cfg, int(os.environ.get("WORLD_SIZE", 1)))
     kind = common.pick_device(cfg.device)
-    cfg = dataclasses.replace(cfg, name=cfg.name or f"{cfg.preset}_{cfg.kernel}", device=kind)
+    cfg = dataclasses.replace(cfg, device=kind)
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # Table 6
     join_group(device)
     try:
         result = run(cfg, device, backbone)
