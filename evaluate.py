@@ -47,19 +47,19 @@ BINS = 10  # of t, for the cross-entropy per masked token
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Score adapters on held-out text."""
-    adapter: tuple[str, ...] = ()                # run folders or files; default: the shipped ones
-    data: tuple[str, ...] = ("embedded",)        # NAME=PATH[,PATH...]; what is also in --train,
-    #   "embedded" and shards: their held-out part
-    weights: str = "small"                       # backbone: "small", "goombalab/hydra" or a path
-    vocab: str = "bytes"                         # "bytes", "bert-base-uncased" or a vocab.txt
-    train: tuple[str, ...] = ("embedded",)       # text trained on: its unigram is the reference
-    modulate: tuple[Literal[MODES], ...] = ("full",)  # Table 2: what adapters may reach; controls
-    #   for the first, a row for each of the others
+    adapter: tuple[str, ...] = ()           # run folders or files; default: the shipped ones
+    # NAME=PATH[,PATH...]; the held-out part of "embedded", shards and what is also in --train
+    data: tuple[str, ...] = ("embedded",)
+    weights: str = "small"                  # backbone: "small", "goombalab/hydra" or a path
+    vocab: str = "bytes"                    # "bytes", "bert-base-uncased" or a vocab.txt
+    train: tuple[str, ...] = ("embedded",)  # text trained on: its unigram is the reference
+    # Table 2: what adapters may reach; controls for the first, a row for each of the others
+    modulate: tuple[Literal[MODES], ...] = ("full",)
     seqlen: int = 128
-    windows: int = 40                            # of a data set, per seed; evenly spaced
-    seeds: int = 3                               # 42, 142, ...; 10 in the paper's tables
+    windows: int = 40                       # of a data set, per seed; evenly spaced
+    seeds: int = 3                          # 42, 142, ...; 10 in the paper's tables
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 42                               # the first of the seeds
+    seed: int = 42                          # the first of the seeds
 
 
 # ---- draws ---------------------------------------------------------------------------------------
