@@ -55,7 +55,7 @@ class Config:
     train: tuple[str, ...] = ("embedded",)  # text trained on: its unigram is the reference
     # Table 2: what adapters may reach; controls for the first, a row for each of the others
     modulate: tuple[Literal[MODES], ...] = ("full",)
-    seqlen: int = 128
+    seqlen: int = 128                       # tokens of a window
     windows: int = 40                       # of a data set, per seed; evenly spaced
     seeds: int = 3                          # 42, 142, ...; 10 in the paper's tables
     device: Literal["auto", "cpu", "cuda"] = "auto"
