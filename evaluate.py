@@ -14,18 +14,21 @@ and the cross-entropy by t; and with exactly k of its tokens masked, k stratifie
     -log p(x_0) <= E_k [ M / k  sum over masked i of -log p(x_0,i | x_t, t = k / M) ]        (nats)
 
 which is eq. 13's bound with w = 1/t in its any-order form: k is exact, so it has less variance.
+What the tables call ELBO is this right-hand side, so lower is better.
 
 Symbols:  t       what the adapter is told: the masking probability, or k / M
           w       CART weight, eq. 22              M      maskable tokens of a window
           gap     ELBO with another sequence's t, minus ELBO with its own: what knowing t is worth
+          scores  {data set: {Row: {metric: [one value per seed]}}}
 Differs from the paper: it reports the CART loss alone. A uniform guess scores ln(v) / 3 there.
 """
 import dataclasses
 import itertools
 import math
 import statistics
-from pathlib import Path
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,11 +36,33 @@ import common
 from cart import (cart_weights, corrupt, corrupt_exactly, masked_cross_entropy, unigram_log_probs,
                   uniform_nats)
 from checkpoint import check_vocabulary, load_adapters, load_backbone
-from data import (Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
+from data import (Corpus, Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
                   noise_generator)
+from hydra_ssm import MODES
 from text import make_tokenizer
 
 BINS = 10  # of t, for the cross-entropy per masked token
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Score adapters on held-out text."""
+    adapter: tuple[str, ...] = ()           # run folders or files; default: the shipped ones
+    # NAME=PATH[,PATH...]; the held-out part of "embedded", shards and what is also in --train
+    data: tuple[str, ...] = ("embedded",)
+    weights: str = "small"                  # backbone: "small", "goombalab/hydra" or a path
+    vocab: str = "bytes"                    # "bytes", "bert-base-uncased" or a vocab.txt
+    train: tuple[str, ...] = ("embedded",)  # text trained on: its unigram is the reference
+    # Table 2: what adapters may reach; controls for the first, a row for each of the others
+    modulate: tuple[Literal[MODES], ...] = ("full",)
+    seqlen: int = 128                       # tokens of a window
+    windows: int = 40                       # of a data set, per seed; evenly spaced
+    seeds: int = 3                          # 42, 142, ...; 10 in the paper's tables
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 42                          # the first of the seeds
+
+
+# ---- draws ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -52,29 +77,76 @@ class Draws:
     pad_id: int
     tokens_per_byte: float    # maskable tokens per UTF-8 byte of the corpus
 
+    @property
+    def n(self):
+        """The number of windows."""
+        return len(self.t) // 2
+
 
 def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
     """Draws of n_windows even windows of a corpus; a seed has its own windows too.
 
     A corpus that has fewer is drawn whole, and again until each bin of t can have a row.
     """
+    x0 = choose_windows(corpus, tokenizer, seqlen, n_windows, seed)                    # n l
+    maskable = maskable_tokens(x0, tokenizer)
+    M = maskable.sum(-1)                                                               # n
+    noise = noise_generator(seed, n_windows)
+    t = stratified(len(x0), noise)
+    share = stratified(len(x0), noise)
+    k = (1 + (share * M).long()).clamp(max=M)
+    x_t, masked_t = corrupt(x0, t, tokenizer.mask_id, maskable, noise)
+    x_k, masked_k = corrupt_exactly(x0, k, tokenizer.mask_id, maskable, noise)
+    x0 = x0.repeat(2, 1)                                                               # 2n l
+    masked = torch.cat([masked_t, masked_k])
+    return Draws(x0=x0, x_t=torch.cat([x_t, x_k]), masked=masked,
+                 w=cart_weights(masked, p, x0 != tokenizer.pad_id),
+                 t=torch.cat([t, k / M]), maskable=M.repeat(2), pad_id=tokenizer.pad_id,
+                 tokens_per_byte=tokens_per_byte(corpus))
+
+
+def choose_windows(corpus, tokenizer, seqlen, n_windows, seed):
+    """Even windows of a corpus that have a token to mask, (n, l); few of them come repeatedly."""
     phase = torch.rand((), generator=noise_generator(seed, -2)).item()
     x0 = Windows(corpus, seqlen, tokenizer.pad_id).evenly(n_windows, phase)            # n l
     x0 = x0[maskable_tokens(x0, tokenizer).any(-1)]
     if not len(x0):
         raise common.UserError("the text has no token that can be masked; give another")
-    x0 = x0.repeat(-(-min(n_windows, BINS) // len(x0)), 1)
-    maskable = maskable_tokens(x0, tokenizer)
-    n, M, noise = len(x0), maskable.sum(-1), noise_generator(seed, n_windows)
-    t, u = ((torch.randperm(n, generator=noise) + torch.rand(n, generator=noise)) / n
-            for _ in range(2))                                                         # n
-    k = (1 + (u * M).long()).clamp(max=M)                                              # n
-    x_t, masked = corrupt(x0, t, tokenizer.mask_id, maskable, noise)
-    x_k, masked_k = corrupt_exactly(x0, k, tokenizer.mask_id, maskable, noise)
-    x0, masked = x0.repeat(2, 1), torch.cat([masked, masked_k])
-    return Draws(x0, torch.cat([x_t, x_k]), masked, cart_weights(masked, p, x0 != tokenizer.pad_id),
-                 torch.cat([t, k / M]), M.repeat(2), tokenizer.pad_id,
-                 (len(corpus.ids) - corpus.n_docs) / corpus.n_bytes)
+    wanted = min(n_windows, BINS)
+    return x0.repeat(math.ceil(wanted / len(x0)), 1)
+
+
+def stratified(n, generator):
+    """One number in each of n equal parts of [0, 1), in random order."""
+    part = torch.randperm(n, generator=generator)
+    return (part + torch.rand(n, generator=generator)) / n
+
+
+def tokens_per_byte(corpus):
+    """Tokens, without [SEP], per UTF-8 byte of a corpus."""
+    return (len(corpus.ids) - corpus.n_docs) / corpus.n_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """The texts that rows are scored on, and how: every row sees the same draws."""
+    corpora: dict[str, Corpus]
+    tokenizer: object
+    seqlen: int
+    windows: int              # of a text, per seed
+    seeds: tuple[int, ...]
+
+    def cells(self):
+        """[(name of a text, seed)]."""
+        return list(itertools.product(self.corpora, self.seeds))
+
+    def draw(self, name, seed):
+        """The Draws of a cell."""
+        corpus = self.corpora[name]
+        return make_draws(corpus, self.tokenizer, self.seqlen, self.windows, seed)
+
+
+# ---- losses of each window -----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -85,19 +157,25 @@ def sequence_losses(model, adapter, draws, batch=None, t=None, modulate="full"):
     ranks; a row's losses depend on neither the ranks nor the batch, beyond rounding.
     """
     device = model.word_embeddings.weight.device
-    rank, world = common.rank_and_world() if dist.is_initialized() else (0, 1)
-    t = draws.t if t is None else t
-    batch = batch or max(1, 8192 // draws.x0.shape[1])  # bounds the memory at any length
+    rank, world = common.rank_and_world()
+    if t is None:
+        t = draws.t
+    if batch is None:
+        batch = max(1, 8192 // draws.x0.shape[1])  # bounds the memory at any length
     losses = torch.zeros(len(draws.t), 2, dtype=torch.float64)
     for rows in torch.arange(len(draws.t))[rank::world].split(batch):
-        x0, x_t, masked, w = (getattr(draws, name)[rows].to(device)
-                              for name in ("x0", "x_t", "masked", "w"))                # b l
-        modulation = None if adapter is None else adapter(t[rows].to(device)).keep(modulate)
+        x0 = draws.x0[rows].to(device)                                                 # b l
+        masked = draws.masked[rows].to(device)
+        modulation = None
+        if adapter is not None:
+            modulation = adapter(t[rows].to(device)).keep(modulate)
         real = x0 != draws.pad_id
-        hidden = model.hidden(x_t, modulation, None if real.all() else real)           # b l d
-        ce = torch.zeros(x0.shape, dtype=torch.float64, device=device)
+        mask = None if real.all() else real
+        hidden = model.hidden(draws.x_t[rows].to(device), modulation, mask)            # b l d
+        ce = torch.zeros(x0.shape, dtype=torch.float64, device=device)                 # b l
         ce[masked] = masked_cross_entropy(hidden[masked], x0[masked], model.head).double()
-        losses[rows] = torch.stack([ce.sum(-1), (w * ce).sum(-1)], -1).cpu()
+        weighted = draws.w[rows].to(device) * ce
+        losses[rows] = torch.stack([ce.sum(-1), weighted.sum(-1)], -1).cpu()           # b 2
     if world > 1:  # every other rank holds zeros in these rows, so the sum is exact
         shared = losses.to(device)
         dist.all_reduce(shared)
@@ -108,188 +186,320 @@ def sequence_losses(model, adapter, draws, batch=None, t=None, modulate="full"):
 def table_losses(log_probs, draws):
     """`sequence_losses` of a predictor that ignores the context; log_probs (v,) in nats."""
     ce = -log_probs.double()[draws.x0].where(draws.masked, 0)  # a special id is never masked
-    return torch.stack([ce.sum(-1), (draws.w * ce).sum(-1)], -1)
-
-
-def metrics(losses, draws):
-    """From row losses: CART under each reduction ("cart": masked_mean, "cart_weight_mean", and
-    "cart_sum" in nats per window), the ELBO in nats per token, in bits per byte and as perplexity,
-    and by bin of t the cross-entropy in nats per masked token.
-    """
-    n = len(draws.t) // 2
-    ce, weighted = losses[:n].unbind(-1)
-    masked, w_sum = draws.masked[:n].sum(-1).double(), draws.w[:n].double().sum(-1)
-    nats = elbo_terms(losses, draws).sum().item() / draws.maskable[n:].sum().item()
-    bins = (draws.t[:n] * BINS).long().clamp(max=BINS - 1)
-    total = torch.zeros(2, BINS, dtype=torch.float64)
-    total = total.index_add(1, bins, torch.stack([ce, masked]))
-    return {"cart": (weighted.sum() / masked.sum()).item(),
-            "cart_weight_mean": (weighted.sum() / w_sum.sum()).item(),
-            "cart_sum": (weighted.sum() / n).item(),
-            "elbo": nats, "bits_per_byte": nats * draws.tokens_per_byte / math.log(2),
-            "perplexity": math.exp(nats),
-            "by_t": (total[0] / total[1]).tolist()}
-
-
-def elbo_terms(losses, draws):
-    """M / k sum of ce of each window under its exact count, (n,) nats."""
-    n = len(draws.t) // 2
-    k = draws.masked[n:].sum(-1)
-    return losses[n:, 0] * draws.maskable[n:] / k
+    weighted = draws.w * ce
+    return torch.stack([ce.sum(-1), weighted.sum(-1)], -1)
 
 
 def shuffled(t, seed=42):
     """Each sequence gets another one's t: each half of the draws is rotated in a random order."""
-    out, n = t.clone(), len(t) // 2
+    n = len(t) // 2
     order = torch.randperm(n, generator=noise_generator(seed, -1))
+    out = t.clone()
     for half in (order, n + order):
         out[half] = t[half.roll(1)]  # a plain permutation leaves one in n its own, on average
     return out
 
 
+# ---- metrics of all windows ----------------------------------------------------------------------
+
+
+def elbo_terms(losses, draws):
+    """M / k sum of ce of each window under its exact count, (n,) nats."""
+    k = draws.masked[draws.n:].sum(-1)
+    return losses[draws.n:, 0] * draws.maskable[draws.n:] / k
+
+
+def metrics(losses, draws):
+    """From row losses: CART under each reduction ("cart": masked_mean, "cart_weight_mean", and
+    "cart_sum" in nats per window), the ELBO in nats per token, in bits per byte and as perplexity,
+    and by bin of t the cross-entropy in nats per masked token, NaN in an empty bin.
+    """
+    n = draws.n
+    weighted = losses[:n, 1].sum()
+    masked = draws.masked[:n].sum(-1).double().sum()
+    w = draws.w[:n].double().sum(-1).sum()
+    nats = elbo_terms(losses, draws).sum().item() / draws.maskable[n:].sum().item()
+    return {"cart": (weighted / masked).item(),
+            "cart_weight_mean": (weighted / w).item(),
+            "cart_sum": (weighted / n).item(),
+            "elbo": nats,
+            "bits_per_byte": nats * draws.tokens_per_byte / math.log(2),
+            "perplexity": math.exp(nats),
+            "by_t": cross_entropy_by_t(losses, draws)}
+
+
+def cross_entropy_by_t(losses, draws):
+    """Nats per masked token in each of BINS equal intervals of t; NaN in an empty one."""
+    n = draws.n
+    bins = (draws.t[:n] * BINS).long().clamp(max=BINS - 1)
+    empty = torch.zeros(BINS, dtype=torch.float64)
+    ce = empty.index_add(0, bins, losses[:n, 0])
+    masked = empty.index_add(0, bins, draws.masked[:n].sum(-1).double())
+    return (ce / masked).tolist()
+
+
 def score_adapter(model, adapter, draws, modulate="full", seed=42):
     """Metrics of an adapter, and what knowing t is worth to it: "gap" +- "gap_error", nats a token.
 
-    gap_error is 1.96 standard errors of the paired difference over windows.
+    gap_error is 1.96 standard errors of the paired difference over windows; NaN if there is one.
     """
     right = sequence_losses(model, adapter, draws, modulate=modulate)
     wrong = sequence_losses(model, adapter, draws, modulate=modulate, t=shuffled(draws.t, seed))
-    n = len(draws.t) // 2
-    gaps = (elbo_terms(wrong, draws) - elbo_terms(right, draws)) * n / draws.maskable[n:].sum()
-    return {**metrics(right, draws), "shuffled_t": metrics(wrong, draws), "gap": gaps.mean().item(),
-            "gap_error": 1.96 * gaps.std().item() / math.sqrt(n) if n > 1 else math.nan}
+    tokens = draws.maskable[draws.n:].sum()
+    gaps = (elbo_terms(wrong, draws) - elbo_terms(right, draws)) * draws.n / tokens    # n
+    return {**metrics(right, draws), "shuffled_t": metrics(wrong, draws),
+            "gap": gaps.mean().item(),
+            "gap_error": common.interval(gaps.tolist(), student=False).half}
 
 
-def reference_rows(model, draws, train_ids, tokenizer):
-    """The rows every table carries: uniform, unigram (of the training text), frozen."""
+# ---- rows, over texts and seeds ------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A row of the tables: an adapter, what it is told as t, and what it may reach (Table 2)."""
+    adapter: str  # its name; or a reference, which takes no t: see REFERENCES
+    told: Literal["own t", "shuffled t", "constant t"] = "own t"
+    modulate: Literal[MODES] = "full"
+
+    def label(self, usual="full"):
+        """The row's name in tables and files; `usual` is the mode that is not worth a word."""
+        parts = [self.adapter]
+        if self.modulate != usual:
+            parts.append(self.modulate)
+        if self.told != "own t":
+            parts.append(self.told)
+        return ", ".join(parts)
+
+
+CONTROLS = ("shuffled t", "constant t")
+FROZEN = Row("frozen")
+REFERENCES = (Row("uniform"), Row("unigram"), FROZEN)
+
+
+def adapter_rows(name, modes=("full",)):
+    """The Rows of an adapter: its controls go with the first of `modes`."""
+    first, *others = modes
+    rows = [Row(name, "own t", first)]
+    rows += [Row(name, told, first) for told in CONTROLS]
+    rows += [Row(name, "own t", mode) for mode in others]
+    return rows
+
+
+def told_t(draws, told, seed):
+    """What the adapter of a Row is told on these draws, (2n,)."""
+    if told == "shuffled t":
+        return shuffled(draws.t, seed)
+    if told == "constant t":
+        return torch.full_like(draws.t, 0.5)
+    return draws.t
+
+
+def context_free(train_ids, tokenizer):
+    """{name: log-probabilities (v,)} of two predictors that ignore the context: a uniform guess,
+    and the unigram of the training text.
+    """
     choices = tokenizer.vocab_size - len(tokenizer.special_ids)
     uniform = torch.full((tokenizer.vocab_size,), -uniform_nats(choices))
     unigram = unigram_log_probs(train_ids, tokenizer.vocab_size, tokenizer.special_ids)
-    return {"uniform": metrics(table_losses(uniform, draws), draws),
-            "unigram": metrics(table_losses(unigram, draws), draws),
-            "frozen": metrics(sequence_losses(model, None, draws), draws)}
+    return {"uniform": uniform, "unigram": unigram}
+
+
+def reference_rows(model, draws, train_ids, tokenizer):
+    """{name: metrics} that every table carries: uniform, unigram (of the training text), frozen."""
+    return reference_metrics(model, draws, context_free(train_ids, tokenizer))
+
+
+def reference_metrics(model, draws, predictors):
+    """`reference_rows` from what `context_free` returned."""
+    found = {}
+    for name, log_probs in predictors.items():
+        found[name] = metrics(table_losses(log_probs, draws), draws)
+    found["frozen"] = metrics(sequence_losses(model, None, draws), draws)
+    return found
+
+
+def score_references(model, held_out, train_ids):
+    """The scores of REFERENCES: once for all adapters."""
+    predictors = context_free(train_ids, held_out.tokenizer)
+    scores = {name: {} for name in held_out.corpora}
+    for name, seed in common.progress(held_out.cells(), desc="scoring the references"):
+        found = reference_metrics(model, held_out.draw(name, seed), predictors)
+        for reference, values in found.items():
+            add_seed(scores[name], Row(reference), values)
+    return scores
+
+
+def score_adapter_rows(model, adapter, rows, held_out):
+    """The scores of some Rows of one adapter."""
+    scores = {name: {} for name in held_out.corpora}
+    for name, seed in common.progress(held_out.cells(), desc=f"scoring {rows[0].adapter}"):
+        draws = held_out.draw(name, seed)
+        for row in rows:
+            t = told_t(draws, row.told, seed)
+            losses = sequence_losses(model, adapter, draws, t=t, modulate=row.modulate)
+            add_seed(scores[name], row, metrics(losses, draws))
+    return scores
+
+
+def add_seed(rows, row, values):
+    """Add {metric: value} of one more seed to {Row: {metric: [one value per seed]}}."""
+    of_row = rows.setdefault(row, {})
+    for metric, value in values.items():
+        of_row.setdefault(metric, []).append(value)
+
+
+def merge_scores(*parts):
+    """The scores of several calls on the same texts and seeds, as one."""
+    merged = {name: {} for name in parts[0]}
+    for part in parts:
+        for name, rows in part.items():
+            merged[name] |= rows
+    return merged
+
+
+def score_all(model, adapters, held_out, train_ids, modes=("full",)):
+    """The scores of REFERENCES and of every Row of {name: adapter}."""
+    parts = [score_references(model, held_out, train_ids)]
+    for name, adapter in adapters.items():
+        parts.append(score_adapter_rows(model, adapter, adapter_rows(name, modes), held_out))
+    return merge_scores(*parts)
+
+
+# ---- what tables and figures show of scores ------------------------------------------------------
+
+
+def seed_values(scores, metric, row):
+    """A row's values, one per seed: of each data set, then of their average."""
+    lists = [rows[row][metric] for rows in scores.values()]
+    return [*lists, average(lists)]
+
+
+def seed_differences(scores, metric, row, minus):
+    """What is left of a row after the row `minus`, seed by seed: shaped as `seed_values`."""
+    lists = []
+    for rows in scores.values():
+        pairs = zip(rows[row][metric], rows[minus][metric], strict=True)
+        lists.append([a - b for a, b in pairs])
+    return [*lists, average(lists)]
+
+
+def average(lists):
+    """The mean over data sets at each seed."""
+    return [statistics.fmean(at_seed) for at_seed in zip(*lists, strict=True)]
+
+
+def losses_by_t(scores, row):
+    """Nats per masked token by data set, seed and bin of t; NaN in an empty bin, a null in JSON."""
+    found = [rows[row]["by_t"] for rows in scores.values()]
+    return torch.from_numpy(np.array(found, dtype=np.float64))  # which makes a NaN of None
+
+
+def mean_by_t(scores, row):
+    """The mean of `losses_by_t` over data sets and seeds: (BINS,)."""
+    return losses_by_t(scores, row).nanmean((0, 1))
+
+
+def by_label(scores, usual="full"):
+    """Scores as result files hold them, by the labels of the rows."""
+    labelled = {}
+    for name, rows in scores.items():
+        labelled[name] = {row.label(usual): values for row, values in rows.items()}
+    return labelled
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+TITLES = {"cart": "CART masked_mean, nats", "cart_weight_mean": "CART weight_mean, nats",
+          "cart_sum": "CART sum, nats per window", "elbo": "ELBO, nats per token",
+          "bits_per_byte": "ELBO, bits per byte", "perplexity": "perplexity, exp(ELBO)"}
+BY_T = "cross-entropy by t, nats per masked token, average"
+DIFFERENCES = "ELBO, paired differences"
+
+
+def number(value, digits):
+    """A number as text; NaN, where there is nothing to average, is n/a."""
+    return "n/a" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def mean_and_error(values, sign="", digits=4):
+    """The mean of one value per seed ± 1.96 standard errors (C.3), as text."""
+    if any(math.isnan(v) for v in values):
+        return "n/a"
+    return common.interval(values, student=False).show(sign, digits)
 
 
 def format_table(rows):
     """Markdown of {name: metrics}; nats per token unless the head says otherwise."""
-    return common.markdown(
-        ["", "CART masked_mean", "ELBO nats/token", "bits/byte",
-         *(f"t {(i + 0.5) / BINS:.2f}" for i in range(0, BINS, 2))],
-        *([name, *(f"{m[k]:.4f}" for k in ("cart", "elbo", "bits_per_byte")),
-           *(f"{v:.3f}" for v in m["by_t"][::2])] for name, m in rows.items()))
+    every_second = range(0, BINS, 2)
+    head = ["", "CART masked_mean", "ELBO nats/token", "bits/byte"]
+    head += [f"t {(k + 0.5) / BINS:.2f}" for k in every_second]
+    lines = []
+    for name, scores in rows.items():
+        line = [name]
+        line += [number(scores[metric], 4) for metric in ("cart", "elbo", "bits_per_byte")]
+        line += [number(scores["by_t"][k], 3) for k in every_second]
+        lines.append(line)
+    return common.markdown(head, *lines)
 
 
-# ---- tables over seeds and data sets -------------------------------------------------------------
+def score_table(scores, values, sign="", digits=4):
+    """Markdown of {label: what `seed_values` or `seed_differences` found}, means over seeds."""
+    lines = []
+    for label, lists in values.items():
+        lines.append([label, *(mean_and_error(v, sign, digits) for v in lists)])
+    return common.markdown(["", *scores, "Avg."], *lines)
 
 
-CONTROLS = ("", ", shuffled t", ", constant t")  # what the name of an adapter's row ends in
+def by_t_table(scores, rows):
+    """Markdown of {label: Row}: the cross-entropy by t, over data sets and seeds."""
+    lines = []
+    for label, row in rows.items():
+        lines.append([label, *(number(v, 3) for v in mean_by_t(scores, row).tolist())])
+    return common.markdown(["t", *(f"{(k + 0.5) / BINS:.2f}" for k in range(BINS))], *lines)
 
 
-def score(model, adapters, corpora, tokenizer, seqlen, windows, seeds, train_ids=None,
-          modes=("full",)):
-    """{data set: {row: {metric: [one value per seed]}}} of {label: adapter} on {name: Corpus}.
+def adapter_differences(scores, name, usual="full"):
+    """{label: ELBO differences}: what an adapter gains, and what a wrong t costs it.
 
-    train_ids: the text whose unigram is a row; None leaves the three reference rows out. modes: of
-    Modulation.keep; the controls go with the first, the others add a row "label, mode".
+    A gain is positive where the adapter is better, a cost where its own t is.
     """
-    result = {name: {} for name in corpora}
-    cells = list(itertools.product(corpora.items(), seeds))
-    for (name, corpus), seed in common.progress(cells, desc="scoring"):
-        draws = make_draws(corpus, tokenizer, seqlen, windows, seed)
-        rows = {} if train_ids is None else reference_rows(model, draws, train_ids, tokenizer)
-        for label, adapter in adapters.items():
-            told = draws.t, shuffled(draws.t, seed), torch.full_like(draws.t, 0.5)
-            asked = [(ending, t, modes[0]) for ending, t in zip(CONTROLS, told)]
-            for ending, t, mode in asked + [(f", {mode}", draws.t, mode) for mode in modes[1:]]:
-                losses = sequence_losses(model, adapter, draws, t=t, modulate=mode)
-                rows[label + ending] = metrics(losses, draws)
-        for row, scores in rows.items():
-            for metric, value in scores.items():
-                result[name].setdefault(row, {}).setdefault(metric, []).append(value)
-    return result
+    own = Row(name, "own t", usual)
+    found = {f"{name}, gain over frozen": seed_differences(scores, "elbo", FROZEN, own)}
+    for told in CONTROLS:
+        wrong = Row(name, told, usual)
+        found[f"{name}, cost of a {told}"] = seed_differences(scores, "elbo", wrong, own)
+    return found
 
 
-def mean_error(values, student=False):
-    """(mean, half of its 95 % interval): 1.96 standard errors, the normal approximation of C.3, or
-    Student's quantile of them. One value has no error.
-    """
-    values = torch.tensor(values, dtype=torch.float64)
-    n, quantile = len(values), 1.96
-    if n < 2:
-        return values.mean().item(), math.nan
-    if student:
-        from scipy.stats import t
-        quantile = t.ppf(0.975, n - 1)
-    return values.mean().item(), float(quantile * values.std() / n ** 0.5)
-
-
-def show(values, sign="", digits=4, student=False):
-    """mean ± the half interval of `mean_error` as text."""
-    mean, error = mean_error(values, student)
-    return f"{mean:{sign}.{digits}f} " + ("(n/a)" if len(values) < 2 else f"± {error:.{digits}f}")
-
-
-def columns(result, metric, row, minus=None):
-    """Of each data set, then of their average: the value of a row at each seed, or what is left
-    of it after that of the row `minus` at the same seed.
-    """
-    lists = [[a - b for a, b in zip(rows[row][metric], rows[minus][metric])] if minus
-             else rows[row][metric] for rows in result.values()]
-    return [*lists, [statistics.fmean(values) for values in zip(*lists)]]
-
-
-def score_table(result, metric, rows, digits=4):
-    """Markdown; rows: {label: the arguments (row[, minus]) of `columns`}."""
-    return common.markdown(["", *result, "Avg."], *(
-        [label, *(show(values, "+" * (len(pair) > 1), digits)
-                  for values in columns(result, metric, *pair))] for label, pair in rows.items()))
-
-
-def tables(result, labels):
-    """{title: Markdown} of a `score` with references; the last has the paired differences."""
-    rows = {row: (row,) for row in next(iter(result.values()))}
-    titles = {"cart": "CART masked_mean, nats", "cart_weight_mean": "CART weight_mean, nats",
-              "cart_sum": "CART sum, nats per window", "elbo": "ELBO, nats per token",
-              "bits_per_byte": "ELBO, bits per byte", "perplexity": "perplexity, exp(ELBO)"}
-    found = {title: score_table(result, metric, rows) for metric, title in titles.items()}
-    found["cross-entropy by t, nats per masked token, average"] = common.markdown(
-        ["t", *(f"{(k + 0.5) / BINS:.2f}" for k in range(BINS))],
-        *([row, *(f"{v:.3f}" for v in mean_by_t(result, row))] for row in rows))
+def score_tables(scores, adapters, usual="full"):
+    """{title: Markdown} of `score_all` for the names of its adapters; usual: its first mode."""
+    rows = {row.label(usual): row for row in next(iter(scores.values()))}
+    tables = {}
+    for metric, title in TITLES.items():
+        values = {label: seed_values(scores, metric, row) for label, row in rows.items()}
+        tables[title] = score_table(scores, values)
+    tables[BY_T] = by_t_table(scores, rows)
     differences = {}
-    for label in labels:
-        differences[f"{label}, gain over frozen"] = ("frozen", label)
-        for ending in CONTROLS[1:]:
-            differences[f"{label}, cost of a {ending[2:]}"] = (label + ending, label)
-    return found | {"ELBO, paired differences": score_table(result, "elbo", differences)}
+    for name in adapters:
+        differences |= adapter_differences(scores, name, usual)
+    tables[DIFFERENCES] = score_table(scores, differences, "+")
+    return tables
 
 
-def losses_by_t(result, row):
-    """Nats per masked token by data set, seed and bin of t; NaN in an empty bin, a null in JSON."""
-    return torch.tensor([[[math.nan if v is None else v for v in bins]
-                          for bins in scores[row]["by_t"]] for scores in result.values()])
+# ---- figure --------------------------------------------------------------------------------------
 
 
-def mean_by_t(result, row):
-    """The mean of `losses_by_t` over data sets and seeds: (BINS,)."""
-    return losses_by_t(result, row).nanmean((0, 1))
-
-
-def draw_scores(result, labels, path):
-    """Paired differences to the frozen backbone: ELBO by data set, cross-entropy by t."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+def draw_scores(scores, adapters, path, usual="full"):
+    """What adapters gain over the frozen backbone: ELBO by data set, cross-entropy by t."""
+    figure = common.new_figure(11, 3.6)
     gains, by_t = figure.subplots(1, 2, width_ratios=(3, 2))
-    names = [*result, "Avg."]
-    for i, label in enumerate(labels):
-        for j, (ending, marker) in enumerate(zip(CONTROLS, "osx")):
-            cells = [mean_error(v) for v in columns(result, "elbo", "frozen", label + ending)]
-            x = [k + (i - len(labels) / 2 + 0.2 + 0.2 * j) * 0.8 / len(labels)
-                 for k in range(len(names))]
-            gains.errorbar(x, *zip(*cells), fmt=marker, ms=5, color=f"C{i}", lw=1,
-                           mfc="none" if ending else None, label=label + ending)
-        by_t.plot([(k + 0.5) / BINS for k in range(BINS)],
-                  (mean_by_t(result, "frozen") - mean_by_t(result, label)).tolist(), "o-", ms=3)
-    gains.set_xticks(range(len(names)), names, fontsize=8)
+    bins = [(k + 0.5) / BINS for k in range(BINS)]
+    for i, name in enumerate(adapters):
+        draw_gains(gains, scores, name, i, len(adapters), usual)
+        gained = mean_by_t(scores, FROZEN) - mean_by_t(scores, Row(name, "own t", usual))
+        by_t.plot(bins, gained.tolist(), "o-", ms=3)
+    gains.set_xticks(range(len(scores) + 1), [*scores, "Avg."], fontsize=8)
     gains.set(ylabel="ELBO gained over frozen\n(nats per token)", title="by data set")
     by_t.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
              title="by t, average over data sets")
@@ -299,57 +509,79 @@ def draw_scores(result, labels, path):
     common.save_figure(figure, path)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Score adapters on held-out text."""
-    adapter: tuple[str, ...] = ()                # run folders or files; default: the shipped ones
-    data: tuple[str, ...] = ("embedded",)        # NAME=PATH[,PATH...]; what is also in --train,
-    #   "embedded" and shards: their held-out part
-    weights: str = "small"                       # backbone: "small", "goombalab/hydra" or a path
-    vocab: str = "bytes"                         # "bytes", "bert-base-uncased" or a vocab.txt
-    train: tuple[str, ...] = ("embedded",)       # text trained on: its unigram is the reference
-    modulate: tuple[str, ...] = ("full",)        # Table 2: what adapters may reach; controls for
-    #   the first, a row for each of the others
-    seqlen: int = 128
-    windows: int = 40                            # of a data set, per seed; evenly spaced
-    seeds: int = 3                               # 42, 142, ...; 10 in the paper's tables
-    device: str = "auto"                         # "auto", "cpu" or "cuda"
-    publish: bool = False                        # also write results/evaluate/ and figures/
-    seed: int = 42                               # the first of the seeds
+def draw_gains(ax, scores, name, i, n, usual):
+    """One adapter, the i-th of n, and its controls: three markers beside each other a data set."""
+    width = 0.8 / n  # of the tick's distance
+    for j, (told, marker) in enumerate(zip(("own t", *CONTROLS), "osx")):
+        row = Row(name, told, usual)
+        cells = [common.interval(values, student=False)
+                 for values in seed_differences(scores, "elbo", FROZEN, row)]
+        offset = (i - n / 2 + 0.2 + 0.2 * j) * width
+        x = [k + offset for k in range(len(cells))]
+        # Of one seed the error is NaN, of which matplotlib draws nothing.
+        ax.errorbar(x, [c.mean for c in cells], [c.half for c in cells], fmt=marker, ms=5, lw=1,
+                    color=f"C{i}", mfc=None if told == "own t" else "none", label=row.label(usual))
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def load_held_out(cfg, tokenizer):
+    """The HeldOut of a Config. Raises UserError where two names would be written alike."""
+    corpora = {}
+    for name, sources in named_sources(cfg.data).items():
+        shown = common.readable(name)
+        if shown in corpora:
+            raise common.UserError(f"two data sets are called {shown} (bytes that are not UTF-8 "
+                                   "are all shown alike): write NAME=PATH for one of them")
+        corpora[shown] = load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
+    seeds = tuple(cfg.seed + 100 * i for i in range(cfg.seeds))
+    return HeldOut(corpora, tokenizer, cfg.seqlen, cfg.windows, seeds)
+
+
+def windows_used(held_out):
+    """{data set: how much of it was scored}."""
+    used = {}
+    for name, corpus in held_out.corpora.items():
+        total = len(Windows(corpus, held_out.seqlen, held_out.tokenizer.pad_id))
+        taken = min(held_out.windows, total)
+        used[name] = f"{taken:,} of {total:,} windows of {held_out.seqlen} per seed"
+    return used
 
 
 def main(cfg):
-    device, tokenizer = common.pick_device(cfg.device), make_tokenizer(cfg.vocab)
+    device = common.pick_device(cfg.device)
+    tokenizer = make_tokenizer(cfg.vocab)
     model = load_backbone(cfg.weights, device=device)
     check_vocabulary(model, tokenizer)
     adapters = load_adapters(cfg.adapter, model.config, device)
     env = common.banner("evaluate.py", cfg, device, model)
-    corpora = {name: load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
-               for name, sources in named_sources(cfg.data).items()}
-    seeds = [cfg.seed + 100 * i for i in range(cfg.seeds)]
-    result = score(model, adapters, corpora, tokenizer, cfg.seqlen, cfg.windows, seeds,
-                   load_corpus(cfg.train, tokenizer, "train").ids, cfg.modulate)
-    used = {}
-    for name, corpus in corpora.items():
-        total = len(Windows(corpus, cfg.seqlen, tokenizer.pad_id))
-        used[name] = f"{min(cfg.windows, total):,} of {total:,} windows of {cfg.seqlen} per seed"
-        common.log(f"{name}: {used[name]}")
-    found, folder = tables(result, adapters), common.ROOT / "runs" / "evaluate"
-    texts = {title: f"\n{title}; mean ± 1.96 standard errors, n = {cfg.seeds} seeds\n\n{table}"
-             for title, table in found.items()}
-    for title in ("CART masked_mean, nats", "ELBO, nats per token", "ELBO, paired differences"):
-        common.log(texts[title])
+    held_out = load_held_out(cfg, tokenizer)
+    train_ids = load_corpus(cfg.train, tokenizer, "train").ids
+
+    scores = score_all(model, adapters, held_out, train_ids, cfg.modulate)
+    usual = cfg.modulate[0]
+    tables = score_tables(scores, adapters, usual)
+    used = windows_used(held_out)
+    result = {"scores": by_label(scores, usual), "tables": tables, "windows": used,
+              "seeds": list(held_out.seeds)}
+    folder = common.ROOT / "runs" / "evaluate"
+    common.save_result(folder / "result.json", result, cfg, env)
+    texts = {}
+    for title, table in tables.items():
+        head = f"{title}; mean ± 1.96 standard errors, n = {cfg.seeds} seeds"
+        texts[title] = f"\n{head}\n\n{table}"
     with common.atomic_path(folder / "tables.md") as temporary:
         temporary.write_text("\n".join(texts.values()), "utf-8")
-    figure = (common.ROOT / "figures" if cfg.publish else folder) / "table1_scores.png"
-    draw_scores(result, list(adapters), figure)
-    result = {"scores": result, "tables": found, "windows": used, "seeds": seeds}
-    out = folder / "result.json"
-    common.write_json(out, {"metrics": result, "config": cfg})
-    if cfg.publish:
-        out = common.publish("evaluate", Path(cfg.weights).stem, result, cfg, env)
+
+    for name, share in used.items():
+        common.log(f"{name}: {share}")
+    for title in (TITLES["cart"], TITLES["elbo"], DIFFERENCES):
+        common.log(texts[title])
+    figure = folder / "table1_scores.png"
+    draw_scores(scores, list(adapters), figure, usual)
     common.log(f"\nfigure: {figure.relative_to(common.ROOT)}; all metrics: runs/evaluate/tables.md"
-               f"\nwrote {out.relative_to(common.ROOT)}")
+               "\nwrote runs/evaluate/result.json")
     return result
 
 

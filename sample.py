@@ -2,7 +2,7 @@
 
 Run:      python sample.py          (three texts and a filled template, 10 seconds)
           python sample.py --prompt "It was" --length 128 --steps 64 --order random --show
-          python sample.py --judge  (how good the texts are, 9 minutes on one core)
+          python sample.py --judge  (and how good such texts are, 9 minutes on one core)
 Last line: "wrote runs/sample/result.json"
 
 A text starts with n holes, [MASK], and each of S steps fills n // S, the first n mod S steps one
@@ -28,26 +28,25 @@ import math
 import re
 import shutil
 import sys
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 import common
 from cart import unigram_log_probs
-from checkpoint import SMALL, check_vocabulary, load_adapter, load_backbone
+from checkpoint import ASSETS, check_vocabulary, load_adapter, load_backbone
 from data import Corpus, Windows, load_corpus, maskable_tokens, noise_generator
-from evaluate import elbo_terms, make_draws, sequence_losses
+from evaluate import elbo_terms, make_draws, sequence_losses, tokens_per_byte
 from text import make_tokenizer
 
-ORDERS = ("confidence", "entropy", "margin", "random")
+Order = Literal["confidence", "entropy", "margin", "random"]
+ORDERS = get_args(Order)
 TEMPLATE = "The [MASK:6] of the [MASK:8] was [MASK:7], and she could not [MASK:5] what he had said."
-JUDGED = (*ORDERS, "confidence, remask", "random, remask", "confidence, frozen", "random, frozen")
-JUDGED_STEPS = (8, 16, 32, 64, 128)
-NUMBERS = {"bits_per_byte": "bits per byte", "entropy": "entropy, bits", "distinct": "distinct-4"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Generate texts, fill a template, or judge the texts; bare, the first two."""
+    """Generate texts, or fill a template; bare, both. With --judge, score texts as well."""
     prompt: str = ""            # how the texts begin
     template: str = ""          # in its place, holes anywhere: [MASK], or [MASK:12] for twelve
     length: int = 128           # tokens of a text, the prompt's included
@@ -55,24 +54,62 @@ class Config:
     samples: int = 3            # texts, of seeds --seed, --seed + 100, ...
     temperature: float = 1.0    # 0 takes the most likely token
     top_p: float = 1.0          # draw from the fewest tokens that together have this probability
-    order: str = "confidence"   # or "entropy", "margin", "random": which holes are filled first
+    order: Order = "confidence"  # which holes are filled first
     remask: bool = False        # filled tokens may become [MASK] again
     adapter: str = "chebyshev"  # shipped, as "dct" and "hypernet"; a run folder or file; "none"
     weights: str = "small"      # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
-    device: str = "auto"        # "auto", "cpu" or "cuda"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     show: bool = False          # watch the texts appear
     history: str = ""           # JSON file for the text after every step
-    judge: bool = False         # score texts of every order and number of steps
-    judged: int = 16            # texts for each of them
-    data: tuple[str, ...] = ("embedded",)  # real text to compare with: its held-out 5 %
-    publish: bool = False       # with --judge: write results/sample/ and figures/
+    judge: bool = False         # then score texts of --length in every order and number of steps
+    judged: int = 16            # --judge: texts for each of them
+    data: tuple[str, ...] = ("embedded",)  # --judge: text to compare with, its held-out 5 %
     seed: int = 42
 
 
 # ---- the sampler ---------------------------------------------------------------------------------
 
-def draw(log_p, temperature, top_p, u):
+
+class Plan(NamedTuple):
+    """What is known of every row and step before the first one."""
+    holes: torch.Tensor    # b S+1  holes before each step; 0 at the end
+    times: torch.Tensor    # n      all different t, in order
+    which: torch.Tensor    # b S    the place in `times` of the t of a row and step
+
+
+def make_plan(ids, tokenizer, steps):
+    """The Plan of ids (b, l): n // S holes are filled a step, in the first n mod S one more."""
+    n = (ids == tokenizer.mask_id).sum(-1).cpu()[:, None]                              # b 1
+    step = torch.arange(steps + 1)                                                     # S+1
+    filled = n // steps * step + (n % steps).minimum(step)                             # b S+1
+    holes = n - filled
+    maskable = maskable_tokens(ids, tokenizer).sum(-1).cpu()[:, None]                  # b 1
+    t = holes[:, :-1] / maskable.clamp(min=1)                                          # b S
+    times, which = t.unique(return_inverse=True)
+    return Plan(holes, times, which)
+
+
+def hole_log_probs(model, modulation, ids, real, tokenizer):
+    """log_p (m, v) of the holes of ids (r, l), row by row; real (r, l): what is no padding."""
+    mask = None if real.all() else real
+    hidden = model.hidden(ids, modulation, mask)                                       # r l d
+    holes = ids == tokenizer.mask_id
+    logits = model.head(hidden[holes])[:, :tokenizer.vocab_size].float()  # no padded ids   m v
+    logits[:, list(tokenizer.special_ids)] = -math.inf
+    return logits.log_softmax(-1)
+
+
+def hole_noise(seed, step, rows, counts, width):
+    """u (m, width) of `counts` holes in each of the rows: every row has a stream of its own."""
+    u = []
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        generator = noise_generator(seed + 100 * row, step)
+        u.append(torch.rand(count, width, dtype=torch.float64, generator=generator))
+    return torch.cat(u)
+
+
+def draw_tokens(log_p, temperature, top_p, u):
     """Tokens (m,) from softmax(log_p / temperature), the likeliest at 0; log_p, u (m, v).
 
     top_p leaves the fewest tokens whose probabilities, tempered, sum to it. The Gumbel noise is
@@ -80,12 +117,14 @@ def draw(log_p, temperature, top_p, u):
     """
     if temperature == 0:
         return log_p.argmax(-1)
-    z = log_p.double() / temperature                                                   # m v
+    z = log_p.double()                                                                 # m v
+    z = (z - z.amax(-1, keepdim=True)) / temperature  # at 1e-310 the likeliest stays finite: 0
     if top_p < 1:
         p, order = z.softmax(-1).sort(-1, descending=True)
         surplus = p.cumsum(-1) - p >= top_p
         z = z.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
-    return (z - (-u.log()).log()).argmax(-1)
+    gumbel = -(-u.log()).log()
+    return (z + gumbel).argmax(-1)
 
 
 def certainty(order, log_p, tokens, u):
@@ -99,11 +138,11 @@ def certainty(order, log_p, tokens, u):
     return u.float()
 
 
-def at(modulation, index):
-    """The Modulation of those t that `index` (b,) names; what depends on no t is left as it is."""
-    return dataclasses.replace(modulation, **{
-        name: value[:, index] for name, value in vars(modulation).items()
-        if value is not None and name != "lora"})
+def surest(certain, n):
+    """True at the n (r,) most certain tokens of each row, r l; of equal ones the first is taken."""
+    ranking = certain.argsort(dim=-1, descending=True, stable=True)
+    place = ranking.argsort(-1)                                                        # r l
+    return place < n[:, None]
 
 
 @torch.no_grad()
@@ -115,38 +154,31 @@ def unmask(model, adapter, ids, tokenizer, steps=64, temperature=1.0, top_p=1.0,
     `batch` rows are computed together. watch(step, rows, ids) is called after each step with ids
     (b, l) and the rows (r,) that had holes. Raises UserError for a setting out of range.
     """
-    if not (steps >= 1 and 0 <= temperature < math.inf and 0 < top_p <= 1 and order in ORDERS):
-        raise common.UserError(
-            f"got steps {steps}, temperature {temperature}, top_p {top_p}, order {order!r}; need "
-            f"steps >= 1, temperature >= 0, 0 < top_p <= 1, order one of {', '.join(ORDERS)}")
-    (b, l), v, device, ids = ids.shape, tokenizer.vocab_size, ids.device, ids.clone()
-    batch = batch or max(1, min(8192 // l, 2**25 // (l * v)))  # bounds the memory at any length
-    real, maskable = ids != tokenizer.pad_id, maskable_tokens(ids, tokenizer).sum(-1).cpu()
-    n = (ids == tokenizer.mask_id).sum(-1).cpu()[:, None]                              # b 1
-    step = torch.arange(steps + 1)
-    holes_left = n - n // steps * step - (n % steps).minimum(step)                     # b steps+1
-    t, which = (holes_left[:, :-1] / maskable.clamp(min=1)[:, None]).unique(return_inverse=True)
-    modulation = adapter and adapter(t.to(device))      # of all rows and steps, which (b, steps)
-    held = torch.full((b, l), math.inf, device=device)  # the certainty of each token; given: inf
-    for rows in torch.arange(b).split(batch):
+    check_sampling(steps, temperature, top_p, order)
+    b, l = ids.shape
+    ids = ids.clone()
+    real = ids != tokenizer.pad_id
+    plan = make_plan(ids, tokenizer, steps)
+    # Of all rows and steps at once.
+    modulation = None if adapter is None else adapter(plan.times.to(ids.device))
+    width = 1 if temperature == 0 else 1 + tokenizer.vocab_size  # of the noise
+    # How sure the model was of each token when it was filled; what was given never goes.
+    held = torch.full((b, l), math.inf, device=ids.device)
+    for rows in torch.arange(b).split(batch or rows_that_fit(l, tokenizer.vocab_size)):
         for step in common.progress(range(steps), desc="sampling", leave=False):
-            rows = rows[holes_left[rows, step] > 0]
+            rows = rows[plan.holes[rows, step] > 0]
             if not len(rows):
                 break
-            x, certain, counts = ids[rows], held[rows], holes_left[rows, step].tolist()  # r l
+            x = ids[rows]                                                              # r l
             holes = x == tokenizer.mask_id
-            hidden = model.hidden(x, adapter and at(modulation, which[rows, step]),
-                                  None if real[rows].all() else real[rows])            # r l d
-            logits = model.head(hidden[holes])[:, :v].float()  # padded rows cut         m v
-            logits[:, list(tokenizer.special_ids)] = -math.inf
-            log_p = logits.log_softmax(-1)
-            noise = [noise_generator(seed + 100 * row, step) for row in rows.tolist()]
-            u = torch.cat([torch.rand(k, 1 + (v if temperature else 0), dtype=torch.float64,
-                                      generator=g) for k, g in zip(counts, noise)]).to(device)
-            x[holes] = tokens = draw(log_p, temperature, top_p, u[:, 1:])
+            now = None if modulation is None else modulation.at(plan.which[rows, step])
+            log_p = hole_log_probs(model, now, x, real[rows], tokenizer)               # m v
+            u = hole_noise(seed, step, rows, plan.holes[rows, step], width).to(ids.device)
+            tokens = draw_tokens(log_p, temperature, top_p, u[:, 1:])                  # m
+            x[holes] = tokens
+            certain = held[rows]                                                       # r l
             certain[holes] = certainty(order, log_p, tokens, u[:, 0])
-            place = certain.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # r l
-            kept = place < l - holes_left[rows, step + 1].to(device)[:, None]
+            kept = surest(certain, l - plan.holes[rows, step + 1].to(ids.device))
             ids[rows] = x.where(kept, tokenizer.mask_id)
             held[rows] = certain if remask else certain.masked_fill(kept, math.inf)
             if watch:
@@ -154,19 +186,48 @@ def unmask(model, adapter, ids, tokenizer, steps=64, temperature=1.0, top_p=1.0,
     return ids
 
 
+def check_sampling(steps, temperature, top_p, order):
+    """Raise UserError for a setting of `unmask` that is out of range."""
+    if not (steps >= 1 and 0 <= temperature < math.inf and 0 < top_p <= 1 and order in ORDERS):
+        raise common.UserError(
+            f"got steps {steps}, temperature {temperature}, top_p {top_p}, order {order!r}; need "
+            f"steps >= 1, temperature >= 0, 0 < top_p <= 1, order one of {', '.join(ORDERS)}")
+
+
+def rows_that_fit(l, v):
+    """How many rows of l tokens are computed together: bounds the memory at any length."""
+    return max(1, min(8192 // l, 2**25 // (l * v)))
+
+
+# ---- prompts, templates, and what is shown -------------------------------------------------------
+
+
 def holed(prompt, template, length, tokenizer):
     """The ids (l,) to fill: a prompt and holes up to `length`, or a template. Raises UserError."""
     if prompt and template:
         raise common.UserError("--prompt and --template: got both, need one of them")
-    pieces, ids = re.split(r"\[MASK(?::(\d+))?\]", template) if template else [prompt], []
-    for text, holes in zip(pieces[::2], [*pieces[1::2], "0"]):
-        ids += tokenizer.encode(text).tolist() + [tokenizer.mask_id] * int(holes or 1)
-    if template and tokenizer.mask_id not in ids:
+    if template:
+        return holed_template(template, tokenizer)
+    ids = tokenizer.encode(prompt).tolist()
+    needed = max(1, len(ids))
+    if length < needed:
+        raise common.UserError(f"--length: got {length}, need at least {needed}, the tokens of the "
+                               "prompt; or give a shorter prompt")
+    return torch.tensor(ids + [tokenizer.mask_id] * (length - len(ids)))
+
+
+def holed_template(template, tokenizer):
+    """The ids (l,) of a template, in which [MASK] is a hole and [MASK:12] are twelve."""
+    ids = []
+    end = 0
+    for hole in re.finditer(r"\[MASK(?::(\d+))?\]", template):
+        ids += tokenizer.encode(template[end:hole.start()]).tolist()
+        ids += [tokenizer.mask_id] * int(hole[1] or 1)
+        end = hole.end()
+    ids += tokenizer.encode(template[end:]).tolist()
+    if tokenizer.mask_id not in ids:
         raise common.UserError(f"--template: got {template!r}, need a hole: [MASK], or [MASK:12]")
-    if not template and length < max(1, len(ids)):
-        raise common.UserError(f"--length: got {length}, need at least {max(1, len(ids))}, the "
-                               "tokens of the prompt; or give a shorter prompt")
-    return torch.tensor(ids if template else ids + [tokenizer.mask_id] * (length - len(ids)))
+    return torch.tensor(ids)
 
 
 def sample(model, adapter, tokenizer, prompt="", template="", length=128, samples=1, **settings):
@@ -178,28 +239,89 @@ def sample(model, adapter, tokenizer, prompt="", template="", length=128, sample
 
 def one_line(text):
     """White space as spaces; control characters, to which a terminal would listen, as U+FFFD."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
+    shown = []
+    for c in text:
+        if c.isprintable():
+            shown.append(c)
+        else:
+            shown.append(" " if c.isspace() else "\ufffd")
+    return "".join(shown)
 
 
-def watcher(tokenizer, steps, history, show=False):
-    """A `watch` that notes all texts, and shows them: repainted in a terminal, else eight times."""
-    height = 0
-    def watch(step, rows, ids):
-        nonlocal height
-        history.append([tokenizer.decode(row) for row in ids.tolist()])
-        texts = [one_line(text) for text in history[-1]]
-        if show and sys.stdout.isatty():
-            width, room = shutil.get_terminal_size()
-            lines = [text[i:i + width] for text in texts for i in range(0, len(text), width)]
-            up, lines = f"\x1b[{height}F" if height else "\r", lines[:room - 1]
-            print(f"{up}\x1b[J" + "\n".join(lines), flush=True)
-            height = len(lines)
-        elif show and (step + 1) % max(1, steps // 8) == 0:
+class Watcher:
+    """A `watch` for `unmask` that adds all texts to `history` after each step, and shows them:
+    repainted in a terminal, else eight times.
+    """
+
+    def __init__(self, tokenizer, steps, history, show=False):
+        self.tokenizer = tokenizer
+        self.every = max(1, steps // 8)
+        self.history = history
+        self.show = show
+        self.height = 0  # lines that the last picture takes in the terminal
+
+    def __call__(self, step, rows, ids):
+        self.history.append([self.tokenizer.decode(row) for row in ids.tolist()])
+        if not self.show:
+            return
+        texts = [one_line(text) for text in self.history[-1]]
+        if sys.stdout.isatty():
+            self.repaint(texts)
+        elif (step + 1) % self.every == 0:
             common.log("\n".join(f"step {step + 1:4}: {texts[row]}" for row in rows))
-    return watch
+
+    def repaint(self, texts):
+        """Write the texts over those of the last step."""
+        width, room = shutil.get_terminal_size()
+        lines = []
+        for text in texts:
+            lines += [text[i:i + width] for i in range(0, len(text), width)]
+        lines = lines[:room - 1]
+        to_the_top = f"\x1b[{self.height}F" if self.height else "\r"
+        print(f"{to_the_top}\x1b[J" + "\n".join(lines), flush=True)
+        self.height = len(lines)
 
 
 # ---- how good the texts are ----------------------------------------------------------------------
+
+
+NUMBERS = {"bits_per_byte": "bits per byte", "entropy": "entropy, bits", "distinct": "distinct-4"}
+HELD_OUT = "held-out text"
+ITS_UNIGRAM = "its unigram"
+
+
+class Sampler(NamedTuple):
+    """A way to sample that is judged."""
+    order: Order
+    how: Literal["adapted", "remask", "frozen"] = "adapted"
+
+    @property
+    def label(self):
+        return self.order if self.how == "adapted" else f"{self.order}, {self.how}"
+
+
+JUDGED = (*map(Sampler, ORDERS), Sampler("confidence", "remask"), Sampler("random", "remask"),
+          Sampler("confidence", "frozen"), Sampler("random", "frozen"))
+JUDGED_STEPS = (8, 16, 32, 64, 128)
+
+
+class Judgement(NamedTuple):
+    """What texts of one kind score; steps is 0, and sampler None, where nothing was sampled."""
+    label: str
+    numbers: dict[str, common.Interval]  # each of NUMBERS
+    steps: int = 0
+    sampler: Sampler | None = None
+    texts: tuple[str, ...] = ()          # the first of them
+
+    def record(self):
+        """As it stands in a result file."""
+        row = {"text": self.label, "steps": self.steps}
+        for name, found in self.numbers.items():
+            row[name] = (found.mean, found.half)
+        if self.sampler:
+            row["samples"] = list(self.texts)
+        return row
+
 
 def diversity(ids, n=4):
     """(entropy of the tokens in bits, share of different n-grams) of all rows of ids (b, l)."""
@@ -208,113 +330,170 @@ def diversity(ids, n=4):
     return torch.special.entr(p).sum().item() / math.log(2), len(grams.unique(dim=0)) / len(grams)
 
 
-def score(model, ids, tokenizer, tokens_per_byte, draws=8):
-    """{each of NUMBERS: (value, 1.96 standard errors)} of texts ids (b, l), by the jackknife.
-
-    bits_per_byte is evaluate.py's bound on -log p under the frozen backbone, from `draws` masks of
-    each text, the same for all ids of one shape; the others are of all texts together.
+def text_bits(model, ids, tokenizer, per_byte, draws=8):
+    """evaluate.py's bound on -log p of each text of ids (b, l) under the frozen backbone, (b,) bits
+    per byte: from `draws` masks of each text, the same for all ids of one shape.
     """
     b, l = ids.shape
-    corpus = Corpus(ids.repeat(draws, 1).flatten().to(torch.uint16).numpy(), b * l, 0, "")
-    masks = make_draws(corpus, tokenizer, l, b * draws)
-    nats = elbo_terms(sequence_losses(model, None, masks), masks).view(draws, b).mean(0) / l
-    bits = nats * tokens_per_byte / math.log(2)                                        # b
-    all_but = [torch.arange(b) != i for i in range(-1, b)]  # nothing, then each text in turn
-    value, *others = ([bits[rows].mean().item(), *diversity(ids[rows])] for rows in all_but)
-    error = 1.96 * ((b - 1) * torch.tensor(others).var(0, correction=0)).sqrt()
-    return dict(zip(NUMBERS, zip(value, error.tolist())))
+    packed = ids.repeat(draws, 1).flatten().to(torch.uint16).numpy()
+    masks = make_draws(Corpus(packed, b * l, 0, ""), tokenizer, l, b * draws)
+    bounds = elbo_terms(sequence_losses(model, None, masks), masks)                    # draws b
+    nats = bounds.view(draws, b).mean(0) / l
+    return nats * per_byte / math.log(2)
 
 
-def judge(model, adapter, tokenizer, cfg):
-    """[{"text", "steps", *NUMBERS, "samples"}] of real text, of its unigram, and of JUDGED."""
-    corpus = load_corpus(cfg.data, tokenizer, "valid")
-    per_byte = (len(corpus.ids) - corpus.n_docs) / corpus.n_bytes
-    x0 = Windows(corpus, cfg.length, tokenizer.pad_id).evenly(4 * cfg.judged)
-    x0 = x0[maskable_tokens(x0, tokenizer).all(-1)]  # within a document, as a sampled text is
-    if cfg.judged < 2 or cfg.length < 4 or len(x0) < cfg.judged:
-        raise common.UserError(f"--judge: got --judged {cfg.judged} and --length {cfg.length}, "
-                               f"need at least 2 and 4; and --data holds {len(x0)} windows of that "
+def score_texts(model, ids, tokenizer, per_byte, draws=8):
+    """{each of NUMBERS: Interval} of texts ids (b, l), by the jackknife: 1.96 standard errors.
+
+    per_byte: tokens per byte. bits_per_byte is the mean of `text_bits`; the others are of all texts
+    together.
+    """
+    b = len(ids)
+    bits = text_bits(model, ids, tokenizer, per_byte, draws)                           # b
+    whole = (bits.mean().item(), *diversity(ids))
+    without_one = []
+    for i in range(b):
+        rest = torch.arange(b) != i
+        without_one.append((bits[rest].mean().item(), *diversity(ids[rest])))
+    variance = (b - 1) * torch.tensor(without_one).var(0, correction=0)
+    half = (1.96 * variance.sqrt()).tolist()
+    return {name: common.Interval(value, error, b)
+            for name, value, error in zip(NUMBERS, whole, half, strict=True)}
+
+
+def real_texts(corpus, tokenizer, judged, length):
+    """`judged` windows of a Corpus within its documents, as a sampled text is: ids (b, l)."""
+    x0 = Windows(corpus, length, tokenizer.pad_id).evenly(4 * judged)
+    x0 = x0[maskable_tokens(x0, tokenizer).all(-1)]
+    if judged < 2 or length < 4 or len(x0) < judged:
+        raise common.UserError(f"--judge: got --judged {judged} and --length {length}, need at "
+                               f"least 2 and 4; and --data holds {len(x0)} windows of that "
                                "length, need at least --judged")
-    x0 = x0[torch.linspace(0, len(x0) - 1, cfg.judged).round().long()]                 # b l
+    return x0[torch.linspace(0, len(x0) - 1, judged).round().long()]
+
+
+def unigram_texts(corpus, tokenizer, shape, seed):
+    """Tokens drawn independently by their frequency in a Corpus, ids of `shape`."""
     p = unigram_log_probs(corpus.ids, tokenizer.vocab_size, tokenizer.special_ids).exp()
-    drawn = p.multinomial(x0.numel(), True, generator=noise_generator(cfg.seed)).view(x0.shape)
-    rows = [{"text": text, "steps": 0, **score(model, ids, tokenizer, per_byte)}
-            for text, ids in (("held-out text", x0), ("its unigram", drawn))]
+    drawn = p.multinomial(math.prod(shape), True, generator=noise_generator(seed))
+    return drawn.view(shape)
+
+
+def judge(model, adapter, tokenizer, cfg, corpus, x0):
+    """The Judgements of real text x0 (b, l), of the unigram of its Corpus, and of JUDGED."""
+    per_byte = tokens_per_byte(corpus)
+    found = []
+    drawn = unigram_texts(corpus, tokenizer, x0.shape, cfg.seed)
+    for label, ids in ((HELD_OUT, x0), (ITS_UNIGRAM, drawn)):
+        found.append(Judgement(label, score_texts(model, ids, tokenizer, per_byte)))
     empty = torch.full_like(x0, tokenizer.mask_id).to(model.word_embeddings.weight.device)
-    cells = [(text, steps) for text in JUDGED for steps in JUDGED_STEPS]
-    for text, steps in common.progress(cells, desc="judging"):
-        order, _, how = text.partition(", ")
-        ids = unmask(model, None if how == "frozen" else adapter, empty, tokenizer, steps,
-                     cfg.temperature, cfg.top_p, order, how == "remask", seed=cfg.seed).cpu()
-        rows.append({"text": text, "steps": steps, **score(model, ids, tokenizer, per_byte),
-                     "samples": [one_line(tokenizer.decode(row)) for row in ids[:3].tolist()]})
-        common.log(f"{text}, {steps} steps: {rows[-1]['samples'][0]}")
-    return rows
+    cells = [(sampler, steps) for sampler in JUDGED for steps in JUDGED_STEPS]
+    for sampler, steps in common.progress(cells, desc="judging"):
+        used = None if sampler.how == "frozen" else adapter
+        ids = unmask(model, used, empty, tokenizer, steps, cfg.temperature, cfg.top_p,
+                     sampler.order, sampler.how == "remask", seed=cfg.seed).cpu()
+        numbers = score_texts(model, ids, tokenizer, per_byte)
+        texts = tuple(one_line(tokenizer.decode(row)) for row in ids[:3].tolist())
+        found.append(Judgement(sampler.label, numbers, steps, sampler, texts))
+        common.log(f"{sampler.label}, {steps} steps: {texts[0]}")
+    return found
 
 
-def judgement_table(rows, columns=(8, 32, 128)):
-    """Markdown: NUMBERS of each text at some numbers of steps."""
+def judgement_table(found, columns=(8, 32, 128)):
+    """Markdown of Judgements: NUMBERS of each kind of text at some numbers of steps."""
+    cells = {}  # label: {steps: cell}
+    for judgement in found:
+        shown = [judgement.numbers[name].show(digits=2) for name in NUMBERS]
+        for steps in [judgement.steps] if judgement.sampler else columns:
+            cells.setdefault(judgement.label, {})[steps] = " / ".join(shown)
     lines = []
-    for text in dict.fromkeys(row["text"] for row in rows):
-        cells = {row["steps"]: " / ".join("{:.2f} ± {:.2f}".format(*row[n]) for n in NUMBERS)
-                 for row in rows if row["text"] == text}
-        lines.append([text, *(cells.get(steps, cells.get(0)) for steps in columns)])
+    for label, by_steps in cells.items():
+        lines.append([label, *(by_steps[steps] for steps in columns)])
     return common.markdown([" / ".join(NUMBERS.values()), *(f"{n} steps" for n in columns)], *lines)
 
 
-def draw_judgement(path, rows):
+def draw_judgements(path, found):
     """NUMBERS against the number of steps; grey lines for what has none."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    for ax, name in zip(figure.subplots(1, 3), NUMBERS):
-        for text in dict.fromkeys(row["text"] for row in rows):
-            order, _, how = text.partition(", ")
-            own = [(row["steps"], *row[name]) for row in rows if row["text"] == text]
-            if order in ORDERS:
-                ax.errorbar(*zip(*own), label=text, color=f"C{ORDERS.index(order)}", ms=5,
-                            fmt={"": "o-", "remask": "s--", "frozen": "^:"}[how], elinewidth=0.8)
-            else:
-                ax.axhline(own[0][1], label=text, color="0.3", ls=":" if "unigram" in text else "-")
+    figure = common.new_figure(12, 4.2)
+    markers = {"adapted": "o-", "remask": "s--", "frozen": "^:"}
+    axes = figure.subplots(1, 3)
+    for ax, (name, title) in zip(axes, NUMBERS.items(), strict=True):
+        for label, style in ((HELD_OUT, "-"), (ITS_UNIGRAM, ":")):
+            value, = [j.numbers[name].mean for j in found if j.label == label]
+            ax.axhline(value, label=label, color="0.3", ls=style)
+        for sampler in JUDGED:
+            own = [j for j in found if j.sampler == sampler]
+            ax.errorbar([j.steps for j in own], [j.numbers[name].mean for j in own],
+                        [j.numbers[name].half for j in own], label=sampler.label,
+                        color=f"C{ORDERS.index(sampler.order)}", ms=5, fmt=markers[sampler.how],
+                        elinewidth=0.8)
         ax.set_xscale("log", base=2)
         ax.set_xticks(JUDGED_STEPS, JUDGED_STEPS)
-        ax.set(xlabel="steps", title=NUMBERS[name])
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=5,
+        ax.set(xlabel="steps", title=title)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
                   frameon=False)
     common.save_figure(figure, path)
 
 
-def main(cfg):
-    if cfg.publish and not cfg.judge:
-        raise common.UserError("--publish: goes with --judge")
-    device, tokenizer = common.pick_device(cfg.device), make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights, device=device)
-    check_vocabulary(model, tokenizer)
-    shipped = SMALL.parent / f"adapter_{cfg.adapter}.safetensors"
-    adapter = None if cfg.adapter == "none" else load_adapter(
-        shipped if shipped.is_file() else cfg.adapter, model.config, device)[0]
-    env = common.banner("sample.py", cfg, device, model)
-    out, result, history = common.ROOT / "runs" / "sample" / "result.json", {}, {}
-    if cfg.judge:
-        rows = judge(model, adapter, tokenizer, cfg)
-        result = {"table": judgement_table(rows), "rows": rows}
-        common.log(f"\n{result['table']}\n")
-        folder = common.ROOT / "figures" if cfg.publish else out.parent
-        draw_judgement(folder / "sampling.png", rows)
+# ---- command line --------------------------------------------------------------------------------
+
+
+def load_named_adapter(name, config, device):
+    """The adapter of the setting --adapter: a shipped one, a path, or None for "none"."""
+    if name == "none":
+        return None
+    shipped = ASSETS / f"adapter_{name}.safetensors"
+    adapter, _ = load_adapter(shipped if shipped.is_file() else name, config, device)
+    return adapter
+
+
+def sample_texts(model, adapter, tokenizer, cfg):
+    """({what was asked: texts}, {the same: the texts after each step}) of a Config; logs them."""
+    prompt = common.readable(cfg.prompt)
+    template = common.readable(cfg.template)
+    asked = [(prompt, template)]
+    if not prompt and not template:
+        asked.append(("", TEMPLATE))
     settings = {name: getattr(cfg, name) for name in (
         "length", "samples", "seed", "steps", "temperature", "top_p", "order", "remask")}
-    asked = [(cfg.prompt, cfg.template)] + [("", TEMPLATE)] * (not cfg.prompt + cfg.template)
-    for prompt, template in () if cfg.judge else asked:
+    texts = {}
+    history = {}
+    for prompt, template in asked:
         name = template or f"{prompt}[MASK] ..."
-        watch = watcher(tokenizer, cfg.steps, history.setdefault(name, []), cfg.show)
-        result[name] = sample(model, adapter, tokenizer, prompt, template, watch=watch, **settings)
-        common.log("\n".join(["", one_line(name), *(
-            f"  seed {cfg.seed + 100 * i}: {one_line(t)}" for i, t in enumerate(result[name]))]))
+        history[name] = []
+        watch = Watcher(tokenizer, cfg.steps, history[name], cfg.show)
+        texts[name] = sample(model, adapter, tokenizer, prompt, template, watch=watch, **settings)
+        common.log(f"\n{one_line(name)}")
+        for i, text in enumerate(texts[name]):
+            common.log(f"  seed {cfg.seed + 100 * i}: {one_line(text)}")
+    return texts, history
+
+
+def main(cfg):
+    device = common.pick_device(cfg.device)
+    tokenizer = make_tokenizer(cfg.vocab)
+    model = load_backbone(cfg.weights, device=device)
+    check_vocabulary(model, tokenizer)
+    adapter = load_named_adapter(cfg.adapter, model.config, device)
+    env = common.banner("sample.py", cfg, device, model)
+    if cfg.judge:  # it may refuse, so before any work
+        corpus = load_corpus(cfg.data, tokenizer, "valid")
+        x0 = real_texts(corpus, tokenizer, cfg.judged, cfg.length)
+
+    result, history = sample_texts(model, adapter, tokenizer, cfg)
     if cfg.history:
         common.write_json(cfg.history, {"history": history, "config": cfg})
-    common.write_json(out, {"metrics": result, "config": cfg})
-    if cfg.publish and cfg.judge:
-        out = common.publish("sample", "small", result, cfg, env)
-    common.log(f"\nwrote {out.relative_to(common.ROOT)}")
+    found = []
+    if cfg.judge:
+        found = judge(model, adapter, tokenizer, cfg, corpus, x0)
+        result["table"] = judgement_table(found)
+        result["rows"] = [judgement.record() for judgement in found]
+        common.log(f"\n{result['table']}\n")
+    folder = common.ROOT / "runs" / "sample"
+    common.save_result(folder / "result.json", result, cfg, env)
+    if found:
+        draw_judgements(folder / "sampling.png", found)
+    common.log("\nwrote runs/sample/result.json")
     return result
 
 

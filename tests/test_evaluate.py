@@ -1,7 +1,6 @@
 """Scores against enumeration: the ELBO of an exact model, every metric by loops, the controls."""
 import dataclasses
 import itertools
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -12,10 +11,12 @@ import tiny
 import torch
 from tiny import command, make_denoiser
 
+import common
 import evaluate
 from checkpoint import save_adapter
 from common import UserError
 from data import Corpus, load_corpus
+from evaluate import FROZEN, HeldOut, Row
 from mark_adapters import make_adapter
 from text import ByteTokenizer
 
@@ -239,6 +240,20 @@ def test_scores_depend_on_neither_the_batch_nor_the_order_nor_the_padding(draws,
     torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
 
 
+def test_the_shares_of_the_ranks_add_up_to_all_rows(draws, denoiser, monkeypatch):
+    """Each rank leaves zeros in the others' rows; 18 rows on four ranks."""
+    whole = evaluate.sequence_losses(denoiser.backbone, denoiser.adapter, draws, batch=1)
+    monkeypatch.setattr(evaluate.dist, "all_reduce", lambda tensor: None)
+    total = torch.zeros_like(whole)
+    for rank in range(4):
+        monkeypatch.setattr(evaluate.common, "rank_and_world", lambda: (rank, 4))
+        share = evaluate.sequence_losses(denoiser.backbone, denoiser.adapter, draws, batch=1)
+        others = torch.arange(18) % 4 != rank
+        assert not share[others].any() and torch.equal(share[~others], whole[~others])
+        total += share
+    assert torch.equal(total, whole)
+
+
 def test_two_ranks_score_what_one_does(draws):
     folder, run = tiny.two_ranks()
     assert run.returncode == 0, run.err[-2000:]
@@ -263,6 +278,8 @@ def test_an_adapter_that_reads_no_t_has_a_gap_of_exactly_zero(draws, denoiser):
 
 def test_the_gap_is_the_difference_of_the_two_elbos_and_its_error_a_paired_one(draws, denoiser):
     scores = evaluate.score_adapter(denoiser.backbone, denoiser.adapter, draws)
+    one = evaluate.score_adapter(denoiser.backbone, denoiser.adapter, take(draws, [0]))
+    assert math.isnan(one["gap_error"])
     assert scores["gap"] != 0
     assert scores["gap"] == pytest.approx(scores["shuffled_t"]["elbo"] - scores["elbo"], abs=1e-12)
     n, pairs = len(draws.t) // 2, []
@@ -293,6 +310,9 @@ def test_shuffling_gives_every_sequence_another_ones_t_of_its_own_half(n):
 
 # ------------------------------------------------------------------------- seeds and data sets
 
+SEEDS = (42, 142, 242)
+
+
 @pytest.fixture(scope="module")
 def scored(work, denoiser):
     """Scores of one adapter on two texts, the second shorter than a window, over three seeds."""
@@ -302,35 +322,57 @@ def scored(work, denoiser):
     return corpora, score(denoiser, corpora)
 
 
-def score(denoiser, corpora, seeds=(42, 142, 242), **how):
-    return evaluate.score(denoiser.backbone, {"one": denoiser.adapter}, corpora, TOKENIZER, 24, 5,
-                          seeds, corpora["long"].ids, **how)
+def score(denoiser, corpora, seeds=SEEDS, modes=("full",)):
+    held_out = HeldOut(corpora, TOKENIZER, 24, 5, seeds)
+    return evaluate.score_all(denoiser.backbone, {"one": denoiser.adapter}, held_out,
+                              corpora["long"].ids, modes)
 
 
 def test_a_cell_is_what_the_draws_of_its_data_set_and_seed_say(scored, denoiser):
-    corpora, result = scored
+    corpora, scores = scored
     for name, corpus in corpora.items():
-        for i, seed in enumerate((42, 142, 242)):
+        for i, seed in enumerate(SEEDS):
             draws = evaluate.make_draws(corpus, TOKENIZER, 24, 5, seed)
-            told = {"one": draws.t, "one, shuffled t": evaluate.shuffled(draws.t, seed),
-                    "one, constant t": torch.full_like(draws.t, 0.5)}
+            told = {Row("one"): draws.t,
+                    Row("one", "shuffled t"): evaluate.shuffled(draws.t, seed),
+                    Row("one", "constant t"): torch.full_like(draws.t, 0.5)}
             for row, t in told.items():
                 losses = evaluate.sequence_losses(denoiser.backbone, denoiser.adapter, draws, t=t)
                 for metric, value in evaluate.metrics(losses, draws).items():
-                    got = result[name][row][metric][i]
+                    got = scores[name][row][metric][i]
                     assert str(got) == str(value)        # as text: an empty bin of t is NaN
-            losses = evaluate.sequence_losses(denoiser.backbone, None, draws)
-            frozen = evaluate.metrics(losses, draws)
-            assert result[name]["frozen"]["elbo"][i] == frozen["elbo"]
-    assert result["long"]["frozen"]["elbo"][0] != result["long"]["frozen"]["elbo"][1]
+            references = evaluate.reference_rows(denoiser.backbone, draws, corpora["long"].ids,
+                                                 TOKENIZER)
+            for label, values in references.items():
+                assert scores[name][Row(label)]["elbo"][i] == values["elbo"]
+    assert scores["long"][FROZEN]["elbo"][0] != scores["long"][FROZEN]["elbo"][1]
 
 
 def test_neither_the_order_of_the_data_sets_nor_the_other_seeds_change_a_cell(scored, denoiser):
-    corpora, result = scored
+    corpora, scores = scored
     backwards = score(denoiser, dict(reversed(corpora.items())), (242, 42))
     for name in corpora:
-        for row, scores in result[name].items():
-            assert backwards[name][row]["elbo"] == scores["elbo"][::-2]
+        for row, values in scores[name].items():
+            assert backwards[name][row]["elbo"] == values["elbo"][::-2]
+
+
+def test_references_are_scored_once_for_adapters_that_come_one_by_one(scored, denoiser):
+    """The frozen backbone runs once a text and seed, however many adapters follow."""
+    corpora, scores = scored
+    held_out = HeldOut(corpora, TOKENIZER, 24, 5, SEEDS)
+    references = evaluate.score_references(denoiser.backbone, held_out, corpora["long"].ids)
+    assert list(references["long"]) == list(evaluate.REFERENCES)
+    rows = [Row("again"), Row("again", "constant t")]
+    alone = evaluate.score_adapter_rows(denoiser.backbone, denoiser.adapter, rows, held_out)
+    assert list(alone["short"]) == rows
+    merged = evaluate.merge_scores(references, alone)
+    for name in corpora:
+        assert list(merged[name]) == [*evaluate.REFERENCES, *rows]
+        for row, like in ((FROZEN, FROZEN), (rows[0], Row("one")),
+                          (rows[1], Row("one", "constant t"))):
+            assert str(merged[name][row]) == str(scores[name][like])
+    assert evaluate.seed_differences(merged, "elbo", FROZEN, rows[0]) == \
+        evaluate.seed_differences(scores, "elbo", FROZEN, Row("one"))
 
 
 def test_every_seed_has_its_own_windows_and_a_small_set_is_scored_whole(scored):
@@ -356,7 +398,6 @@ def test_a_text_with_nothing_to_mask_is_refused():
 
 def test_a_rank_without_a_row_scores_nothing(scored, denoiser, monkeypatch):
     draws = take(evaluate.make_draws(scored[0]["long"], TOKENIZER, 24, 5), [0])
-    monkeypatch.setattr(evaluate.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(evaluate.dist, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(evaluate.common, "rank_and_world", lambda: (3, 4))
     assert not evaluate.sequence_losses(denoiser.backbone, None, draws).any()
@@ -380,69 +421,161 @@ def test_the_sharpness_of_the_weights_is_the_one_asked_for(corpus):
 
 
 def test_other_modes_add_rows_and_leave_the_first_ones_alone(scored, denoiser):
-    corpora, result = scored
+    corpora, scores = scored
     found = score(denoiser, corpora, modes=("full", "A", "none"))["long"]
-    assert {k: v for k, v in found.items() if k not in ("one, A", "one, none")}.keys() \
-        == result["long"].keys()
-    assert found["one"]["elbo"] == result["long"]["one"]["elbo"]
-    assert found["one, none"]["elbo"] == found["frozen"]["elbo"]
-    assert found["one, A"]["elbo"] != found["one"]["elbo"]
+    only_A, nothing = Row("one", modulate="A"), Row("one", modulate="none")
+    assert list(found) == [*scores["long"], only_A, nothing]
+    assert found[Row("one")]["elbo"] == scores["long"][Row("one")]["elbo"]
+    assert found[nothing]["elbo"] == found[FROZEN]["elbo"]
+    assert found[only_A]["elbo"] != found[Row("one")]["elbo"]
+
+
+def test_rows_are_labelled_as_in_published_files():
+    """The first mode is not worth a word, whichever it is."""
+    rows = evaluate.adapter_rows("dct", ("full", "A"))
+    assert [row.label() for row in rows] == [
+        "dct", "dct, shuffled t", "dct, constant t", "dct, A"]
+    rows = evaluate.adapter_rows("dct", ("A", "full"))
+    assert [row.label("A") for row in rows] == [
+        "dct", "dct, shuffled t", "dct, constant t", "dct, full"]
+    assert Row("dct", "shuffled t", "A").label() == "dct, A, shuffled t"
+    published = common.read_json(common.SOURCE / "results/evaluate/small.json")["metrics"]["scores"]
+    expected = [row.label() for row in evaluate.REFERENCES]
+    for name in ("chebyshev", "dct", "hypernet"):
+        expected += [row.label() for row in evaluate.adapter_rows(name)]
+    assert all(list(rows) == expected for rows in published.values())
+
+
+# --------------------------------------------------------------------------- tables over seeds
+
+def row_of(elbo):
+    """The values of a row, of one seed."""
+    values = {metric: [elbo] for metric in evaluate.TITLES}
+    return values | {"by_t": [[elbo] * evaluate.BINS]}
 
 
 def test_intervals_are_of_the_paired_differences_and_the_average_is_taken_per_seed():
-    result = {"a": {"x": {"m": [1.0, 2.0, 4.0]}, "y": {"m": [0.5, 1.5, 3.5]}},
-              "b": {"x": {"m": [2.0, 2.0, 2.0]}, "y": {"m": [1.0, 2.0, 3.0]}}}
-    assert evaluate.columns(result, "m", "x", "y") == [
-        [0.5, 0.5, 0.5], [1, 0, -1], [0.75, 0.25, -0.25]]
-    mean, error = evaluate.mean_error([1.0, 2.0, 4.0])
-    assert mean == pytest.approx(7 / 3)
-    squares = (4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2
-    assert error == pytest.approx(1.96 * math.sqrt(squares / 2 / 3))
-    table = evaluate.score_table(result, "m", {"x": ("x",), "x - y": ("x", "y")}, 2)
+    x, y = Row("x"), Row("y")
+    scores = {"a": {x: {"m": [1.0, 2.0, 4.0]}, y: {"m": [0.5, 1.5, 3.5]}},
+              "b": {x: {"m": [2.0, 2.0, 2.0]}, y: {"m": [1.0, 2.0, 3.0]}}}
+    differences = evaluate.seed_differences(scores, "m", x, y)
+    assert differences == [[0.5, 0.5, 0.5], [1, 0, -1], [0.75, 0.25, -0.25]]
+    table = evaluate.score_table(scores, {"x - y": differences}, "+", 2)
+    assert "|  | a | b | Avg. |" in table  # 1.96 standard errors, as in C.3
     assert "| x - y | +0.50 ± 0.00 | +0.00 ± 1.13 | +0.25 ± 0.57 |" in table
+    table = evaluate.score_table(scores, {"x": evaluate.seed_values(scores, "m", x)}, digits=2)
     assert "| x | 2.33 ± 1.73 | 2.00 ± 0.00 | 2.17 ± 0.86 |" in table
-    assert math.isnan(evaluate.mean_error([1.0, math.nan])[0])           # no crash
-    one = {"a": {"x": {"m": [1.0]}}}
-    assert "| x | 1.00 (n/a) | 1.00 (n/a) |" in evaluate.score_table(one, "m", {"x": ("x",)}, 2)
+
+
+def test_what_has_no_interval_or_no_value_is_na():
+    assert evaluate.mean_and_error([1.0], digits=2) == "1.00 (n/a)"
+    assert evaluate.mean_and_error([1.0, math.nan]) == evaluate.mean_and_error([math.nan]) == "n/a"
+    rows = {"x": {name: values[0] for name, values in row_of(math.nan).items()}}
+    assert set(evaluate.format_table(rows).splitlines()[-1].split(" | ")[1:]) <= {"n/a", "n/a |"}
+    scores = {"a": {Row("x"): row_of(1.0)}, "b": {Row("x"): row_of(3.0)}}
+    scores["a"][Row("x")]["by_t"][0][4] = math.nan     # in memory
+    scores["b"][Row("x")]["by_t"][0][:5] = [None] * 5  # as read from JSON
+    shown = evaluate.by_t_table(scores, {"x": Row("x")}).splitlines()[-1]
+    assert shown == "| x | " + " | ".join(["1.000"] * 4 + ["n/a"] + ["2.000"] * 5) + " |"
 
 
 def test_a_gain_is_positive_where_the_adapter_is_better_and_a_cost_where_t_helps():
-    def row(elbo):
-        return {m: [elbo] for m in ("cart", "cart_weight_mean", "cart_sum", "elbo",
-                                    "bits_per_byte", "perplexity")} | {"by_t": [[elbo] * 10]}
-    result = {"a": {"frozen": row(2.0), "x": row(1.5), "x, shuffled t": row(1.8),
-                    "x, constant t": row(1.6)}}
-    table = evaluate.tables(result, ["x"])["ELBO, paired differences"]
+    scores = {"a": {FROZEN: row_of(2.0), Row("x"): row_of(1.5),
+                    Row("x", "shuffled t"): row_of(1.8), Row("x", "constant t"): row_of(1.6)}}
+    tables = evaluate.score_tables(scores, ["x"])
+    table = tables["ELBO, paired differences"]
     assert "| x, gain over frozen | +0.5000 (n/a) | +0.5000 (n/a) |" in table
     assert "| x, cost of a shuffled t | +0.3000 (n/a) |" in table
     assert "| x, cost of a constant t | +0.1000 (n/a) |" in table
-    by_t = evaluate.tables(result, ["x"])["cross-entropy by t, nats per masked token, average"]
+    by_t = tables["cross-entropy by t, nats per masked token, average"]
     assert "| x | " + " | ".join(["1.500"] * 10) + " |" in by_t
 
 
 # ------------------------------------------------------------------------------------ the command
 
-def test_the_command_scores_adapters_and_writes_the_result(work, denoiser):
-    for name in ("a", "b"):
-        save_adapter(work / name / "adapter.safetensors", denoiser.adapter)
-    given = ("--data", f"held={work / 'text.txt'}", "--train", work / "text.txt", "--weights",
-             work / "backbone.safetensors", "--seqlen", 24, "--windows", 4, "--seeds", 2)
-    with tiny.root_at(work):
-        run = command("evaluate.py", "--adapter", work / "a", work / "b", *given)
-        wrong = command("evaluate.py", "--adapter", "nowhere", *given)
-        none = command("evaluate.py", *given, "--windows", 0)
+@pytest.fixture
+def given(work, denoiser):
+    """Flags for the tiny backbone, an adapter of its own, and a few short windows."""
+    save_adapter(work / "a" / "adapter.safetensors", denoiser.adapter)
+    return ("--data", f"held={work / 'text.txt'}", "--train", work / "text.txt", "--weights",
+            work / "backbone.safetensors", "--adapter", work / "a", "--seqlen", 24,
+            "--windows", 4, "--seeds", 2)
+
+
+def written(work):
+    """What the command left in result.json, and in tables.md."""
+    found = common.read_json(work / "runs/evaluate/result.json", "metrics", "config", "commit")
+    return found["metrics"], (work / "runs/evaluate/tables.md").read_text("utf-8")
+
+
+def test_the_command_scores_adapters_and_writes_the_result(work, denoiser, given):
+    save_adapter(work / "b" / "adapter.safetensors", denoiser.adapter)
+    run = command("evaluate.py", *given, "--adapter", work / "a", work / "b")
     assert run.status == 0, run.err
     assert run.out.strip().splitlines()[-1] == "wrote runs/evaluate/result.json"
-    metrics = json.loads((work / "runs/evaluate/result.json").read_text())["metrics"]
+    metrics, shown = written(work)
     rows = metrics["scores"]["held"]
     assert len(rows) == 9 and {"uniform", "unigram", "frozen", "b", "b, shuffled t"} <= rows.keys()
     assert all(len(row["elbo"]) == 2 for row in rows.values())
     for words in ("uniform", "constant t", "masked_mean", "gain over frozen", "Avg."):
         assert words in run.out
-    shown = (work / "runs/evaluate/tables.md").read_text()
     assert len(metrics["tables"]) == 8
     assert all(table in shown for table in metrics["tables"].values())
     assert re.search(r"held: 4 of \d+ windows of 24 per seed", run.out)     # the cap is stated
     assert (work / "runs/evaluate/table1_scores.png").stat().st_size > 10_000
-    assert wrong.status == 2 and wrong.err.count("\n") == 1 and "nowhere" in wrong.err
-    assert none.status == 2 and "--windows: got 0" in none.err
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--adapter", "nowhere"), "nowhere"), (("--windows", 0), "--windows: got 0"),
+    (("--modulate", "full", "B"), "'all-except-A'"), (("--device", "tpu"), "'cuda'")])
+def test_a_wrong_wish_ends_the_command_with_one_line(given, flags, words):
+    run = command("evaluate.py", *given, *flags)
+    assert run.status == 2 and run.err.count("\n") == 1 and words in run.err, run.err
+
+
+def test_one_window_and_one_seed_print_na_and_never_nan(work, given):
+    (work / "x.txt").write_text("x")  # of one token, which at a small t is not even masked
+    with tiny.root_at(work / "one"):
+        for data, seed in (("text", 42), ("x", 42), ("x", 142), ("x", 242)):
+            run = command("evaluate.py", *given, "--windows", 1, "--seeds", 1, "--seed", seed,
+                          "--data", work / f"{data}.txt")
+            assert run.status == 0, run.err
+            _, shown = written(work / "one")
+            assert "(n/a)" in shown and " n/a |" in shown and "(n/a)" in run.out
+            assert "nan" not in shown + run.out
+
+
+def test_a_file_name_that_is_no_utf8_costs_no_result(work, given):
+    """Python hands a Latin-1 é on as the surrogate U+DCE9, which no UTF-8 file can hold."""
+    try:
+        (work / "caf\udce9.txt").write_bytes((work / "text.txt").read_bytes())
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    with tiny.root_at(work / "odd"):
+        run = command("evaluate.py", *given, "--data", work / "caf\udce9.txt")
+        twice = command("evaluate.py", *given, "--data", work / "caf\udce9.txt",
+                        f"caf\udce8={work / 'text.txt'}")
+    assert run.status == 0, run.err
+    metrics, shown = written(work / "odd")
+    assert "a, shuffled t" in metrics["scores"]["caf\ufffd"]
+    assert "| caf\ufffd |" in shown
+    assert (work / "odd/runs/evaluate/table1_scores.png").is_file()
+    assert twice.status == 2 and "two data sets are called caf\ufffd" in twice.err
+
+
+def test_results_are_there_before_the_picture_is(work, given, monkeypatch):
+    def fail(figure, path):
+        raise OSError("no picture today")
+
+    monkeypatch.setattr(common, "save_figure", fail)
+    with tiny.root_at(work / "unseen"), pytest.raises(OSError, match="today"):
+        command("evaluate.py", *given)
+    metrics, shown = written(work / "unseen")
+    assert metrics["scores"]["held"] and "gain over frozen" in shown
+
+
+def test_a_rank_left_in_the_environment_silences_nothing(given, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = command("evaluate.py", *given)
+    assert run.status == 0 and "gain over frozen" in run.out

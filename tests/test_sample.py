@@ -15,6 +15,7 @@ from tiny import command, make_denoiser
 
 import common
 import sample
+from baselines import Conditioning
 from checkpoint import save_adapter
 from hydra_ssm import HydraBert, HydraConfig, Modulation
 from mark_adapters import KERNELS, make_adapter
@@ -135,7 +136,7 @@ def test_temperature_and_top_p_draw_from_the_law_that_they_name(temperature, top
             total += law[i]
     u = torch.rand(20_000, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     log_p = torch.from_numpy(np.log(p)).float().expand(20_000, -1)
-    tokens = sample.draw(log_p, temperature, top_p, u)
+    tokens = sample.draw_tokens(log_p, temperature, top_p, u)
     assert p_value(tokens[:, None], kept / kept.sum()) > 1e-3
     assert (top_p == 1) == (kept > 0).all()
 
@@ -145,7 +146,18 @@ def test_the_noise_reaches_what_float32_cannot():
     log_p = torch.tensor([[0.0, -30.0]])
     for u, token in (((0.5, 1 - 1e-14), 1), ((0.5, 1 - 1e-10), 0), ((0, 0.5), 1), ((0.5, 0), 0)):
         u = torch.tensor([u], dtype=torch.float64)
-        assert sample.draw(log_p, 1.0, 1.0, u).item() == token
+        assert sample.draw_tokens(log_p, 1.0, 1.0, u).item() == token
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_smallest_temperature_takes_the_best_token_as_0_does(top_p):
+    """1e-310 makes every log-probability but 0 infinite; two that are equal stay a fair choice."""
+    log_p = torch.tensor([[0.2, 0.5, 0.3], [0.7, 0.2, 0.1], [0.1, 0.45, 0.45]]).log()
+    log_p = log_p.repeat(200, 1)
+    u = torch.rand(log_p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = sample.draw_tokens(log_p, 1e-310, top_p, u).view(200, 3)
+    assert (tokens[:, 0] == 1).all() and (tokens[:, 1] == 0).all()
+    assert 60 < (tokens[:, 2] == 1).sum() < 140 and (tokens[:, 2] > 0).all()
 
 
 def test_temperature_0_takes_the_best_token_whatever_the_seed():
@@ -231,7 +243,7 @@ def test_each_sequence_is_told_its_own_share_of_masked_tokens_in_one_adapter_cal
 
     def adapter(t):
         told.append(t)
-        return Modulation(A=t[None, :, None].expand(2, -1, 3), lora=("for", "all", "t"))
+        return Conditioning(A=t[None, :, None].expand(2, -1, 3), lora=("for", "all", "t"))
 
     unmask(model, adapter, ids, TOKENIZER, 4, batch=batch)
     assert len(told) == 1 and told[0].dtype == torch.float32
@@ -489,17 +501,18 @@ def test_scores_are_the_bound_of_each_text_with_jackknife_errors(denoiser):
                 ce = [-log_p[r, i, text[i]].item() for r, s in enumerate(subsets) for i in s]
                 bound += sum(ce) / len(subsets) / k
             bits.append(bound / 5 / math.log(2))
-    got = sample.score(model, ids, TOKENIZER, 1.0, draws=1000)
+    got = sample.score_texts(model, ids, TOKENIZER, 1.0, draws=1000)
     assert np.std(bits) > 0.2  # or the errors below would test nothing
     assert got["bits_per_byte"][0] == pytest.approx(np.mean(bits), abs=0.1)
     assert got["bits_per_byte"][1] == pytest.approx(1.96 * np.std(bits, ddof=1) / 2, abs=0.1)
-    one, half = (sample.score(model, ids, TOKENIZER, x)["bits_per_byte"] for x in (1.0, 0.5))
-    assert half == pytest.approx([x / 2 for x in one], rel=1e-5)  # the error in float32
+    one, half = (sample.score_texts(model, ids, TOKENIZER, x)["bits_per_byte"] for x in (1.0, 0.5))
+    assert half[:2] == pytest.approx([x / 2 for x in one[:2]], rel=1e-5)  # the error in float32
+    assert half.n == 4
     for place, name in enumerate(("entropy", "distinct")):
         without = [sample.diversity(ids[[j for j in range(4) if j != i]])[place] for i in range(4)]
         error = 1.96 * math.sqrt(3 / 4 * sum((x - np.mean(without)) ** 2 for x in without))
         # the jackknife's variance is summed in float32
-        assert got[name] == pytest.approx((sample.diversity(ids)[place], error), rel=1e-5)
+        assert got[name][:2] == pytest.approx((sample.diversity(ids)[place], error), rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -554,17 +567,29 @@ def test_bare_it_samples_with_a_shipped_adapter_and_fills_a_template(work):
 
 
 def test_a_wrong_wish_ends_the_command_with_one_line(work, given):
-    for flags, words in ((("--order", "best"), "one of confidence"),
-                         (("--samples", 0), "--samples"),
+    for flags, words in ((("--samples", 0), "--samples"), (("--top-p", 0.0), "top_p"),
+                         (("--order", "best"), "'margin'"), (("--device", "gpu"), "'cuda'"),
                          (("--prompt", "long", "--length", 2), "need at least 4"),
                          (("--adapter", "nowhere"), "nowhere"),
                          (("--template", "no holes"), "need a hole"),
-                         (("--device", "gpu"), "--device"), (("--publish",), "--judge"),
                          (("--judge", "--length", 3), "--length"),
                          (("--judge", "--judged", 1), "--judged"),
                          (("--judge", "--judged", 10 ** 5), "windows of that length")):
         run = command("sample.py", *given, "--data", work / "text.txt", *flags)
         assert run.status == 2 and run.err.count("\n") == 1 and words in run.err, run.err
+
+
+def test_bytes_of_the_command_line_that_are_no_utf8_become_replacement_characters(work, given):
+    """The shell's $'It was \\xff' reaches Python as the surrogate U+DCFF."""
+    short = ("--length", 24, "--steps", 2, "--samples", 1, "--history", work / "odd.json")
+    for flags, name in ((("--prompt", "It was \udcff"), "It was \ufffd[MASK] ..."),
+                        (("--template", "a\udce9[MASK:3]"), "a\ufffd[MASK:3]")):
+        run = command("sample.py", *given, *short, *flags)
+        assert run.status == 0, run.err
+        assert name in run.out
+        texts = common.read_json(work / "runs/sample/result.json")["metrics"][name]
+        assert texts[0].startswith(name.partition("[")[0])
+        assert common.read_json(work / "odd.json")["history"][name][-1] == texts
 
 
 def test_a_terminal_is_repainted_and_never_sent_a_control_character(monkeypatch):
@@ -575,7 +600,7 @@ def test_a_terminal_is_repainted_and_never_sent_a_control_character(monkeypatch)
     terminal, history = Terminal(), []
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr("shutil.get_terminal_size", lambda: (10, 4))
-    watch = sample.watcher(TOKENIZER, 2, history, show=True)
+    watch = sample.Watcher(TOKENIZER, 2, history, show=True)
     ids = torch.tensor([list(b"abcdefghijklm"), [MASK] * 6 + list(b"[2J\x1b\nz.")])
     watch(0, torch.arange(2), ids)
     watch(1, torch.arange(2), ids)
@@ -584,27 +609,70 @@ def test_a_terminal_is_repainted_and_never_sent_a_control_character(monkeypatch)
     assert history == 2 * [["abcdefghijklm", "______[2J\x1b\nz."]]
 
 
-def test_the_judgement_is_published_as_numbers_a_table_a_figure_and_three_texts(
-        work, given, strong):
-    run = command("sample.py", *given, "--judge", "--judged", 3, "--length", 8, "--data",
-                  work / "text.txt", "--publish", "--temperature", 0.7, "--top-p", 0.9)
-    assert run.status == 0, run.err
-    assert run.out.rstrip().splitlines()[-1] == "wrote results/sample/small.json"
-    metrics = json.loads((work / "results/sample/small.json").read_text())["metrics"]
+def test_the_judgement_is_written_as_numbers_a_table_three_texts_and_then_a_figure(
+        work, strong, monkeypatch):
+    """Beside the texts that every run samples, whose flags keep their meaning."""
+    result = work / "judged" / "runs/sample/result.json"
+    save_figure = common.save_figure
+
+    def save_after_the_result(figure, path):
+        assert common.read_json(result)["metrics"]["table"]
+        save_figure(figure, path)
+
+    monkeypatch.setattr(common, "save_figure", save_after_the_result)
+    monkeypatch.setattr(sample, "JUDGED_STEPS", (8, 32, 128))
+    asked = {"temperature": 0.7, "top_p": 0.9, "length": 8}
+    cfg = sample.Config(judge=True, judged=3, data=(str(work / "text.txt"),), prompt="the ",
+                        steps=3, samples=2, order="entropy", history=str(work / "judged.json"),
+                        weights=str(work / "backbone.safetensors"), adapter=str(work / "run"),
+                        **asked)
+    with tiny.root_at(work / "judged"):
+        returned = sample.main(cfg)
+    metrics = common.read_json(result, "script", "commit")["metrics"]
+    assert metrics == common.plain(returned)
+    assert metrics["the [MASK] ..."] == sample.sample(
+        strong.backbone, strong.adapter, TOKENIZER, prompt="the ", samples=2, steps=3,
+        order="entropy", **asked)
+    assert len(common.read_json(work / "judged.json")["history"]["the [MASK] ..."]) == 3
+
     rows = {(row["text"], row["steps"]): row for row in metrics["rows"]}
     assert len(rows) == 2 + len(sample.JUDGED) * len(sample.JUDGED_STEPS)
     for (text, steps), row in rows.items():
         assert all(len(row[name]) == 2 and row[name][1] >= 0 for name in sample.NUMBERS)
         assert (steps == 0) == ("samples" not in row)
     for adapter, text in ((strong.adapter, "random"), (None, "random, frozen")):
-        texts = sample.sample(strong.backbone, adapter, TOKENIZER, length=8, samples=3, steps=8,
-                              order="random", temperature=0.7, top_p=0.9)  # seeds 42, 142 and 242
+        texts = sample.sample(strong.backbone, adapter, TOKENIZER, samples=3, steps=8,
+                              order="random", **asked)  # seeds 42, 142 and 242
         assert rows[text, 8]["samples"] == [sample.one_line(text) for text in texts]
     assert rows["random", 8]["samples"] != rows["random, frozen", 8]["samples"]
     assert rows["random", 8]["samples"] != rows["random, remask", 8]["samples"]
-    assert metrics["table"] == sample.judgement_table(metrics["rows"])
     lines = metrics["table"].splitlines()
     assert len(lines) == 4 + len(sample.JUDGED) and {line.count("|") for line in lines} == {5}
     cell = "{:.2f} ± {:.2f}".format(*rows["margin", 32]["bits_per_byte"])
     assert cell in next(line for line in lines if line.startswith("| margin |")).split("|")[3]
-    assert (work / "figures/sampling.png").read_bytes().startswith(b"\x89PNG")
+    assert result.with_name("sampling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_published_judgements_have_the_labels_and_keys_of_these():
+    numbers = {name: common.Interval(1.0, 0.5, 3) for name in sample.NUMBERS}
+    published = common.read_json(common.SOURCE / "results/sample/small.json")["metrics"]["rows"]
+    expected = [sample.Judgement(label, numbers).record()
+                for label in (sample.HELD_OUT, sample.ITS_UNIGRAM)]
+    expected += [sample.Judgement(sampler.label, numbers, steps, sampler, ("x",)).record()
+                 for sampler in sample.JUDGED for steps in sample.JUDGED_STEPS]
+    assert [(row["text"], row["steps"], list(row)) for row in published] \
+        == [(row["text"], row["steps"], list(row)) for row in expected]
+
+
+def test_the_table_repeats_what_has_no_steps_and_picks_those_that_it_shows():
+    def numbers(value):
+        return {name: common.Interval(value, 0.5, 3) for name in sample.NUMBERS}
+
+    random = sample.Sampler("random")
+    found = [sample.Judgement("held-out text", numbers(9.0))]
+    found += [sample.Judgement("random", numbers(float(n)), n, random) for n in (1, 2, 4)]
+    lines = sample.judgement_table(found, (1, 4)).splitlines()
+    assert lines[0] == "| bits per byte / entropy, bits / distinct-4 | 1 steps | 4 steps |"
+    for line, label, values in ((lines[2], "held-out text", (9, 9)), (lines[3], "random", (1, 4))):
+        cells = [" / ".join([f"{value:.2f} ± 0.50"] * 3) for value in values]
+        assert line == f"| {label} | {cells[0]} | {cells[1]} |"
