@@ -183,6 +183,8 @@ class Interval(NamedTuple):
 
     def show(self, sign="", digits=4):
         """As text: mean ± half; sign "+" shows a plus too."""
+        if math.isnan(self.mean):
+            return "n/a"
         mean = f"{self.mean:{sign}.{digits}f}"
         return f"{mean} (n/a)" if math.isnan(self.half) else f"{mean} ± {self.half:.{digits}f}"
 
@@ -192,7 +194,7 @@ def interval(values, student=True):
     values = [float(v) for v in values]
     n = len(values)
     mean = statistics.fmean(values)
-    if n < 2:
+    if n < 2 or math.isnan(mean):
         return Interval(mean, math.nan, n)
     quantile = 1.96
     if student:

@@ -424,8 +424,6 @@ def number(value, digits):
 
 def mean_and_error(values, sign="", digits=4):
     """The mean of one value per seed ± 1.96 standard errors (C.3), as text."""
-    if any(math.isnan(v) for v in values):
-        return "n/a"
     return common.interval(values, student=False).show(sign, digits)
 
 
@@ -527,14 +525,10 @@ def draw_gains(ax, scores, name, i, n, usual):
 
 
 def load_held_out(cfg, tokenizer):
-    """The HeldOut of a Config. Raises UserError where two names would be written alike."""
+    """The HeldOut of a Config."""
     corpora = {}
     for name, sources in named_sources(cfg.data).items():
-        shown = common.readable(name)
-        if shown in corpora:
-            raise common.UserError(f"two data sets are called {shown} (bytes that are not UTF-8 "
-                                   "are all shown alike): write NAME=PATH for one of them")
-        corpora[shown] = load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
+        corpora[name] = load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
     seeds = tuple(cfg.seed + 100 * i for i in range(cfg.seeds))
     return HeldOut(corpora, tokenizer, cfg.seqlen, cfg.windows, seeds)
 
