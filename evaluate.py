@@ -252,6 +252,126 @@ def score_adapter(model, adapter, draws, modulate="full", seed=42):
             "gap_error": common.interval(gaps.tolist(), student=False).half}
 
 
+# ---- one adapter beside the frozen backbone, with intervals over windows -------------------------
+
+
+@torch.no_grad()
+def filled_right(model, adapter, draws, modulate="full"):
+    """How many masked tokens of each window, at its own t, the likeliest token is right for: (n,).
+
+    One pass fills all of them. The frozen backbone where adapter is None.
+    """
+    device = model.word_embeddings.weight.device
+    right = torch.zeros(draws.n)
+    for rows in torch.arange(draws.n).split(max(1, 8192 // draws.x0.shape[1])):
+        x0 = draws.x0[rows].to(device)                                                 # b l
+        masked = draws.masked[rows].to(device)
+        modulation = None
+        if adapter is not None:
+            modulation = adapter(draws.t[rows].to(device)).keep(modulate)
+        hidden = model.hidden(draws.x_t[rows].to(device), modulation, x0 != draws.pad_id)
+        hits = torch.zeros_like(masked)
+        guesses = [model.head(part).argmax(-1) for part in hidden[masked].split(4096)]
+        hits[masked] = torch.cat(guesses) == x0[masked]
+        right[rows] = hits.sum(-1).float().cpu()
+    return right
+
+
+def elbo_difference(losses, minus, draws):
+    """The ELBO of one predictor less another's, nats per token: an Interval over windows."""
+    tokens = draws.maskable[draws.n:].sum()
+    terms = elbo_terms(losses, draws) - elbo_terms(minus, draws)                       # n
+    return common.interval((terms * draws.n / tokens).tolist())
+
+
+def difference_by_t(losses, minus, draws):
+    """The same by bin of t, in nats per masked token: an Interval, or None, for each bin."""
+    n = draws.n
+    masked = draws.masked[:n].sum(-1).double()
+    difference = losses[:n, 0] - minus[:n, 0]                                          # n
+    bins = (draws.t[:n] * BINS).long().clamp(max=BINS - 1)
+    found = []
+    for k in range(BINS):
+        inside = bins == k
+        if not inside.any():
+            found.append(None)
+            continue
+        per_token = difference[inside] / masked[inside].mean()
+        found.append(common.interval(per_token.tolist()))
+    return found
+
+
+def compare(model, adapter, draws, modulate="full", seed=42):
+    """What an adapter changes on held-out text. All Intervals are Student's 95 % over windows, of
+    differences between predictors on the same windows, t and masks:
+
+    "frozen", "adapter", "wrong_t"   metrics of each; wrong_t: told another window's t
+    "gain"          ELBO of frozen less the adapter's, nats per token
+    "wrong_t_cost"  ELBO with the wrong t less the adapter's own
+    "gain_by_t", "wrong_t_gain_by_t"   the gain with the own and the wrong t, nats per masked token
+    "right"         shares of masked tokens filled right: frozen, the adapter, and the difference
+    """
+    frozen = sequence_losses(model, None, draws)
+    own = sequence_losses(model, adapter, draws, modulate=modulate)
+    wrong = sequence_losses(model, adapter, draws, modulate=modulate, t=shuffled(draws.t, seed))
+    masked = draws.masked[:draws.n].sum().item()
+    before = filled_right(model, None, draws)
+    after = filled_right(model, adapter, draws, modulate)
+    more = common.interval(((after - before) * draws.n / masked).tolist())
+    return {
+        "windows": draws.n,
+        "frozen": metrics(frozen, draws),
+        "adapter": metrics(own, draws),
+        "wrong_t": metrics(wrong, draws),
+        "gain": elbo_difference(frozen, own, draws),
+        "wrong_t_cost": elbo_difference(wrong, own, draws),
+        "gain_by_t": difference_by_t(frozen, own, draws),
+        "wrong_t_gain_by_t": difference_by_t(frozen, wrong, draws),
+        "right": {"frozen": before.sum().item() / masked, "adapter": after.sum().item() / masked,
+                  "difference": more},
+    }
+
+
+def comparison_table(name, found):
+    """Markdown of what `compare` found, for a reader who has seen nothing else."""
+    right = found["right"]
+    points = right["difference"]
+    points = common.Interval(100 * points.mean, 100 * points.half, points.n)
+    return common.markdown(
+        [f"{name}, on {found['windows']} held-out windows", "± Student's 95 % over windows"],
+        ["gain over the frozen backbone, ELBO in nats per token", found["gain"].show("+")],
+        ["masked tokens filled right in one pass", f"{right['frozen']:.1%} -> "
+         f"{right['adapter']:.1%}, {points.show('+', 1)} points"],
+        ["cost of telling it another window's t, ELBO in nats per token",
+         found["wrong_t_cost"].show("+")])
+
+
+def last_line(name, found):
+    """One line that says what was gained."""
+    before, after = found["frozen"]["elbo"], found["adapter"]["elbo"]
+    right = found["right"]
+    return (f"{name}: ELBO {before:.3f} -> {after:.3f} nats/token (gain "
+            f"{found['gain'].show(digits=3)}), filled right {right['frozen']:.1%} -> "
+            f"{right['adapter']:.1%}, a wrong t costs {found['wrong_t_cost'].show(digits=3)}")
+
+
+def draw_gain_by_t(ax, found):
+    """The gain over the frozen backbone by t, with the adapter's own t and with a wrong one."""
+    for name, label, style, shift in (("gain_by_t", "its own t", "o-", -0.006),
+                                      ("wrong_t_gain_by_t", "another window's t", "s:", 0.006)):
+        x, means, halves = [], [], []
+        for k, value in enumerate(found[name]):
+            if value is not None:
+                x.append((k + 0.5) / BINS + shift)
+                means.append(value.mean)
+                halves.append(value.half)
+        ax.errorbar(x, means, halves, fmt=style, ms=4, lw=1.2, capsize=2, label=label)
+    ax.axhline(0, color="0.3", ls="--", lw=1, label="frozen")
+    ax.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
+           title=f"gain over frozen, {found['windows']} windows, 95 %")
+    ax.legend(frameon=False, fontsize=8)
+
+
 # ---- rows, over texts and seeds ------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 import common
-from cart import unigram_log_probs
+from cart import corrupt, unigram_log_probs
 from checkpoint import ASSETS, check_vocabulary, load_adapter, load_backbone
 from data import Corpus, Windows, load_corpus, maskable_tokens, noise_generator
 from evaluate import elbo_terms, make_draws, sequence_losses, tokens_per_byte
@@ -280,6 +280,18 @@ class Watcher:
         to_the_top = f"\x1b[{self.height}F" if self.height else "\r"
         print(f"{to_the_top}\x1b[J" + "\n".join(lines), flush=True)
         self.height = len(lines)
+
+
+def show_infilling(model, adapters, x0, tokenizer, seed, t=0.4):
+    """Print one passage x0 (l,), masked at t, and what each of {name: adapter} fills in."""
+    x_t, masked = corrupt(x0, t, tokenizer.mask_id, maskable_tokens(x0, tokenizer),
+                          noise_generator(seed, 0))
+    texts = {"text": x0, "masked": x_t}
+    for name, adapter in adapters.items():
+        holed = x_t[None].to(model.word_embeddings.weight.device)
+        texts[name] = unmask(model, adapter, holed, tokenizer, 16, temperature=0)[0]
+    for name, ids in texts.items():
+        common.log(f"  {name:>10}: {' '.join(tokenizer.decode(ids.tolist()).split())}")
 
 
 # ---- how good the texts are ----------------------------------------------------------------------

@@ -31,16 +31,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import common
-from cart import cart_loss, cart_weights, corrupt, elbo_weights, masked_cross_entropy
+from cart import cart_loss, cart_weights, elbo_weights, masked_cross_entropy
 from checkpoint import (append_metrics, check_vocabulary, load_backbone, open_run, read_metrics,
                         restore_state, run_folder, save_adapter, save_state, stop_signals,
                         unlock)
 from data import (DiffusionDataset, Windows, held_out_split, is_shard_folder, load_corpus,
-                  maskable_tokens, noise_generator)
-from evaluate import format_table, make_draws, reference_rows, score_adapter
+                  maskable_tokens)
+from evaluate import (compare, comparison_table, draw_gain_by_t, format_table, last_line,
+                      make_draws, metrics, reference_rows, score_adapter, sequence_losses)
 from hydra_ssm import MODES
-from mark_adapters import (KERNELS, AdapterConfig, adapter_size, make_adapter, modulation_spread)
-from sample import unmask
+from mark_adapters import (KERNELS, AdapterConfig, adapter_size, make_adapter,
+                           modulation_spread)
+from markov import draw_memory, memory_ratios
+from sample import show_infilling
 from text import find_files, make_tokenizer
 
 TRAINED = tuple(kernel for kernel in KERNELS if kernel != "none")
@@ -61,10 +64,10 @@ class Config(AdapterConfig):
     seqlen: int = 128               # tokens per sequence
     global_batch: int = 16          # sequences per optimiser step, over all ranks
     micro_batch: int = 16           # sequences per forward pass of one rank
-    steps: int = 350                # length of the schedule
+    steps: int = 200                # length of the schedule
     max_steps: int = 0              # stop here, within the schedule; 0: at its end
     warmup: int = 20                # steps
-    lr: float = 2e-3                # peak; then cosine down to min_lr_ratio of it
+    lr: float = 4e-3                # peak; then cosine down to min_lr_ratio of it
     min_lr_ratio: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
@@ -78,8 +81,8 @@ class Config(AdapterConfig):
     bf16: bool = False              # backbone in bfloat16; A_log, dt_bias, D and adapter in float32
     checkpointing: bool = False     # recompute the layers in the backward pass
     workers: int = 0                # data loading processes per rank
-    eval_every: int = 0             # steps between evaluations; 0: before and after only
-    eval_windows: int = 64          # held-out windows
+    eval_every: int = 40            # steps between evaluations on few windows; 0: none
+    eval_windows: int = 256         # held-out windows that the end is judged by
     save_every: int = 100           # steps between checkpoints
     resume: bool = False            # continue the run folder, or start it where there is none
     overwrite: bool = False         # replace it
@@ -88,7 +91,7 @@ class Config(AdapterConfig):
 
 PRESETS = {
     "demo": {},
-    "shipped": dict(seqlen=256, steps=600, eval_windows=128),
+    "shipped": dict(seqlen=256, steps=600, lr=2e-3, eval_every=0, eval_windows=128),
     "paper": dict(
         weights="goombalab/hydra", vocab="bert-base-uncased", data=(), device="cuda", seqlen=4096,
         global_batch=112, micro_batch=4, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
@@ -294,37 +297,36 @@ class Journal:
             append_metrics(self.folder, **row)
 
     def evaluate(self, step):
-        """Score the adapter on held-out text, and say what becomes of t."""
+        """Score the adapter on a few held-out windows: a point of the curve."""
         cfg, adapter = self.cfg, self.denoiser.adapter
         scores = score_adapter(self.denoiser.backbone, adapter, self.draws, cfg.modulate, cfg.seed)
         spread = modulation_spread(adapter)
         known = self.rows and self.rows[-1]["step"] == step and "eval" in self.rows[-1]
         if not known:  # from before a kill
             self.record(step=step, eval=scores, spread=spread)
-        common.log(f"step {step}: held-out CART {scores['cart']:.4f}, ELBO {scores['elbo']:.4f}; "
-                   f"gap to a shuffled t {scores['gap']:+.4f} +- {scores['gap_error']:.4f}; "
-                   f"spread of the modulation over t {spread.get('mean', 0.0):.4f}")
-        if spread and spread["mean"] < 1e-3:
-            common.log(f"step {step}: the adapter has stopped using t; try a lower --lr")
-        elif spread and not scores["gap"] > scores["gap_error"]:
-            common.log(f"step {step}: its use of t is worth nothing measurable on this text (yet)")
+        gap = common.Interval(scores["gap"], scores["gap_error"], self.draws.n)
+        common.log(f"step {step}/{cfg.steps}  held out: CART {scores['cart']:.4f}, ELBO "
+                   f"{scores['elbo']:.4f}; a wrong t costs {gap.show('+')}")
+        if step > cfg.warmup and spread and spread["mean"] < 1e-3:
+            common.log(f"step {step}: the adapter has stopped using t (its modulation varies by "
+                       f"{spread['mean']:.4f} over t); try a lower --lr")
         self.since(step)
-        return scores
 
     def after_step(self, step, numbers, stop):
         cfg = self.cfg
         last = step == (cfg.max_steps or cfg.steps)
         self.bar.update()
         self.bar.set_postfix(loss=f"{numbers['loss']:.3f}")
+        seconds = (time.time() - self.timed) / (step - self.timed_step)  # of one step
+        rate = cfg.global_batch * cfg.seqlen / seconds
+        if self.bar.disable and (step in (5, 20) or step % 50 == 0 or last):
+            left = seconds * (cfg.steps - step)
+            common.log(f"step {step}/{cfg.steps}  loss {numbers['loss']:.4f}  {rate:,.0f} tokens/s"
+                       f"  about {left:,.0f} s left")
         if step % 10 == 0 or last:
-            tokens = (step - self.timed_step) * cfg.global_batch * cfg.seqlen
-            rate = tokens / (time.time() - self.timed)
             self.record(step=step, tokens_per_second=rate, **numbers)
             self.since(step)
-            if self.bar.disable and (step % 50 == 0 or last):
-                common.log(f"step {step}/{cfg.steps}  loss {numbers['loss']:.4f}  "
-                           f"{rate:,.0f} tokens/s")
-        if cfg.eval_every and step % cfg.eval_every == 0 and not last:
+        if cfg.eval_every and (step % cfg.eval_every == 0 or last):
             self.evaluate(step)
         if self.main_rank and (step % cfg.save_every == 0 or last or stop):
             save_state(self.folder / "last.pt", step=step, optimizer=self.optimizer.state_dict(),
@@ -426,24 +428,24 @@ def run(cfg, device, backbone=None):
     train = load_corpus(cfg.data, tokenizer, "train")
     scored = cfg.valid or cfg.data
     valid = load_corpus(scored, tokenizer, held_out_split(scored, cfg.data))
-    windows = Windows(train, cfg.seqlen, tokenizer.pad_id)
-    held_out = Windows(valid, cfg.seqlen, tokenizer.pad_id)
     draws = make_draws(valid, tokenizer, cfg.seqlen, cfg.eval_windows, cfg.seed, cfg.cart_p)
+    few = make_draws(valid, tokenizer, cfg.seqlen, min(64, cfg.eval_windows), cfg.seed, cfg.cart_p)
     common.log(f"{adapter_size(denoiser.adapter):,} adapter parameters beside c_t's MLP; "
-               f"{train.n_bytes:,} bytes to train on; scored on {len(draws.t) // 2} of "
-               f"{len(held_out)} held-out windows of {cfg.seqlen}")
+               f"{train.n_bytes:,} bytes to train on; scored on {draws.n} held-out windows of "
+               f"{cfg.seqlen}")
 
     optimizer = torch.optim.AdamW(denoiser.adapter.parameters(), lr=cfg.lr, betas=cfg.betas,
                                   weight_decay=cfg.weight_decay, fused=True)
     folder = run_folder(cfg.name)
     inputs = {"weights": denoiser.backbone.config.weights, "data": train.fingerprint,
               "valid": valid.fingerprint}
-    spread_at_start = modulation_spread(denoiser.adapter)
+    spread = {"start": modulation_spread(denoiser.adapter)}
     start, rows = begin(cfg, folder, inputs, env, denoiser, optimizer, device)
     references = reference_rows(denoiser.backbone, draws, train.ids, tokenizer)
-    common.log(f"\nbefore (nats):\n\n{format_table(references)}\n")
+    common.log(f"\nbefore, in nats:\n\n{format_table(references)}\n")
 
-    journal = Journal(cfg, folder, denoiser, optimizer, draws, start, rows)
+    journal = Journal(cfg, folder, denoiser, optimizer, few, start, rows)
+    windows = Windows(train, cfg.seqlen, tokenizer.pad_id)
     loader = make_loader(cfg, windows, tokenizer, start, device)
     done = train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal)
     journal.bar.close()
@@ -451,81 +453,86 @@ def run(cfg, device, backbone=None):
         common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
         return {"step": done}
 
-    scores = journal.evaluate(done)
-    shuffled = scores.pop("shuffled_t")
-    rows_after = {**references, cfg.kernel: scores, f"{cfg.kernel}, shuffled t": shuffled}
-    spread = {"start": spread_at_start, "end": rows[-1]["spread"] if rows else None}
-    result = {"step": done, "tokens": done * cfg.global_batch * cfg.seqlen, "rows": rows_after,
-              "seconds": time.time() - env["began"], "spread": spread}
+    adapter = denoiser.adapter
     if journal.main_rank:
-        save_adapter(folder / "adapter.safetensors", denoiser.adapter, step=done,
-                     weights=cfg.weights, vocab=tokenizer.fingerprint, modulate=cfg.modulate)
+        save_adapter(folder / "adapter.safetensors", adapter, step=done, weights=cfg.weights,
+                     vocab=tokenizer.fingerprint, modulate=cfg.modulate)
+    found = compare(denoiser.backbone, adapter, draws, cfg.modulate, cfg.seed)
+    spread["end"] = modulation_spread(adapter)
+    result = {"step": done, "tokens": done * cfg.global_batch * cfg.seqlen,
+              "seconds": time.time() - env["began"], "spread": spread,
+              "rows": {**references, **adapter_rows(cfg.kernel, found)}, "comparison": found}
+    if journal.main_rank:
         common.save_result(folder / "result.json", result, cfg, env)
-    report(cfg, folder, result, denoiser, held_out, tokenizer)
+    report(cfg, folder, result, denoiser, Windows(valid, cfg.seqlen, tokenizer.pad_id), tokenizer)
     if journal.main_rank:
-        draw_run(folder / f"training_{cfg.kernel}.png", rows, rows_after, cfg.kernel, cfg.weighting)
+        at_start = metrics(sequence_losses(denoiser.backbone, None, few), few)
+        memory = memory_ratios(denoiser.backbone, adapter, few, cfg.modulate)
+        draw_run(folder / f"training_{cfg.kernel}.png", cfg, rows, at_start, found, memory)
     return result
 
 
+def adapter_rows(kernel, found):
+    """The rows of an adapter and of its control, for the table and the result file."""
+    cost = found["wrong_t_cost"]
+    own = {**found["adapter"], "gap": cost.mean, "gap_error": cost.half}
+    return {kernel: own, f"{kernel}, shuffled t": found["wrong_t"]}
+
+
 def report(cfg, folder, result, denoiser, held_out, tokenizer):
-    """Print what the run has changed: the table, one passage filled, and a last line."""
-    rows = result["rows"]
-    common.log(f"\nafter {result['step']} steps (nats):\n\n{format_table(rows)}\n")
+    """Print what the run has changed: the tables, one passage filled, and a last line."""
+    found = result["comparison"]
+    common.log(f"\nafter {result['step']} steps, in nats:\n\n{format_table(result['rows'])}\n")
+    common.log(comparison_table(cfg.kernel, found))
+    common.log("\none passage, as an illustration:")
     passage = torch.from_numpy(held_out[len(held_out) // 2])
     show_infilling(denoiser.backbone, {"frozen": None, cfg.kernel: denoiser.adapter}, passage,
                    tokenizer, cfg.seed)
-    frozen, scores = rows["frozen"], rows[cfg.kernel]
     path = os.path.relpath(folder)
+    common.log(f"\nfigure: {path}/training_{cfg.kernel}.png; next: {next_command(cfg, path)}")
+    common.log(last_line(cfg.kernel, found))
+
+
+def next_command(cfg, path):
+    """What scores this adapter on this text, over several seeds."""
     command = f"python evaluate.py --adapter {path}"
     if cfg.weights != "small":
         command += f" --weights {cfg.weights} --vocab {cfg.vocab}"
-    common.log(f"\n{cfg.kernel}: CART {frozen['cart']:.3f} -> {scores['cart']:.3f}, ELBO "
-               f"{frozen['elbo']:.3f} -> {scores['elbo']:.3f} nats/token; a wrong t costs "
-               f"{scores['gap']:.4f} +- {scores['gap_error']:.4f}; see {path}/training_"
-               f"{cfg.kernel}.png; next: {command}")
+    if cfg.data != ("embedded",):
+        command += f" --train {' '.join(cfg.data)}"
+    if (cfg.valid or cfg.data) != ("embedded",):
+        command += f" --data text={','.join(cfg.valid or cfg.data)}"
+    return command
 
 
-def show_infilling(model, adapters, x0, tokenizer, seed, t=0.4):
-    """One held-out passage x0 (l,), masked at t, and what each of {name: adapter} fills in."""
-    x_t, masked = corrupt(x0, t, tokenizer.mask_id, maskable_tokens(x0, tokenizer),
-                          noise_generator(seed, 0))
-    common.log(f"  {'text':>10}: {' '.join(tokenizer.decode(x0).split())}")
-    common.log(f"  {'masked':>10}: {' '.join(tokenizer.decode(x_t).split())}")
-    for name, adapter in adapters.items():
-        device = model.word_embeddings.weight.device
-        filled = unmask(model, adapter, x_t[None].to(device), tokenizer, 16, temperature=0)[0].cpu()
-        right = (filled[masked] == x0[masked]).float().mean()
-        common.log(f"  {name:>10}: {' '.join(tokenizer.decode(filled).split())}  ({right:.0%})")
+# ---- the picture of a run ------------------------------------------------------------------------
 
 
-def draw_run(path, rows, table, kernel, weighting):
-    """That weighting's loss over training, and on held-out text the cross-entropy against t and the
-    gain over the frozen backbone, with the true t and with a shuffled one."""
-    figure = common.new_figure(12, 3.3)
-    loss, absolute, gain = figure.subplots(1, 3)
+def draw_run(path, cfg, rows, at_start, found, memory):
+    """What a run has changed: the held-out loss over training, the gain by t with the right and a
+    wrong t, and the memory of the operators at three t over the frozen one's.
+    """
+    figure = common.new_figure(12.5, 3.5)
+    curve, gain, remembered = figure.subplots(1, 3)
+    draw_curve(curve, cfg, rows, at_start)
+    draw_gain_by_t(gain, found)
+    draw_memory(remembered, memory)
+    common.save_figure(figure, path)
+
+
+def draw_curve(ax, cfg, rows, at_start):
+    """The training loss, and the held-out one from the frozen backbone on."""
     steps = [row for row in rows if "loss" in row]
     evals = [row for row in rows if "eval" in row]
-    loss.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="0.75", lw=1,
-              label="training batches")
-    loss.plot([0] + [r["step"] for r in evals],
-              [table["frozen"][weighting]] + [r["eval"][weighting] for r in evals], "o-",
-              label="held out (step 0: frozen)")
-    unit = {"cart": "CART masked_mean (nats)", "elbo": "ELBO (nats per token)"}[weighting]
-    loss.set(xlabel="step", ylabel=unit, title=f"{kernel}: training")
-    by_t = {name: scores["by_t"] for name, scores in table.items()}
-    t = [(i + 0.5) / len(by_t[kernel]) for i in range(len(by_t[kernel]))]
-    for name, style in (("unigram", "0.6"), ("frozen", "C3"), (kernel, "C0")):
-        absolute.plot(t, by_t[name], "o-" if name == kernel else "--", color=style, label=name)
-    absolute.set(xlabel="t (share of masked tokens)", ylabel="nats per masked token",
-                 title="held-out cross-entropy")
-    for name, style in ((kernel, "o-"), (f"{kernel}, shuffled t", "s:")):
-        gain.plot(t, [f - a for f, a in zip(by_t["frozen"], by_t[name])], style, label=name)
-    gain.axhline(0, color="C3", ls="--", label="frozen")
-    gain.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
-             title="gain over the frozen backbone")
-    for ax in (loss, absolute, gain):
-        ax.legend(frameon=False)
-    common.save_figure(figure, path)
+    unit = {"cart": "CART masked_mean (nats)", "elbo": "ELBO (nats per token)"}[cfg.weighting]
+    ax.plot([row["step"] for row in steps], [row["loss"] for row in steps], color="0.8", lw=1,
+            label="training batches")
+    ax.plot([0, *(row["step"] for row in evals)],
+            [at_start[cfg.weighting], *(row["eval"][cfg.weighting] for row in evals)], "o-", ms=4,
+            label="held out")
+    ax.axhline(at_start[cfg.weighting], color="0.3", ls="--", lw=1, label="held out, frozen")
+    ax.set(xlabel="step", ylabel=unit, title=cfg.kernel)
+    ax.legend(frameon=False, fontsize=8)
 
 
 def join_group(device):
