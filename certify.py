@@ -399,7 +399,7 @@ def draw_algorithm_4(panel, certificate):
 
 
 def draw_hypotheses(panel, adapters):
-    """A line for each hypothesis: the least margin of all adapters, and a band up to the largest."""
+    """A line for each hypothesis: the least margin of all adapters; a band up to the largest."""
     for name, line in LINES.items():
         epsilons = torch.stack([found[name].epsilon for found in adapters.values()])  # adapters y
         layers = range(epsilons.shape[1])
@@ -424,7 +424,7 @@ class Config:
     adapter: tuple[str, ...] = ()        # run folders or files; "none"; default: the shipped ones
     data: tuple[str, ...] = ("embedded",)  # text on which Delta is measured
     vocab: str = "bytes"                 # "bytes", "bert-base-uncased" or a vocab.txt
-    seqlen: int = 128
+    seqlen: int = 128                    # tokens of a window
     windows: int = 100                   # of the text, each at two values of t
     beta: float = 0.5                    # bound of the A shift, Table 8
     dt_min: float = 1e-3                 # Algorithm 4's assumption

@@ -269,7 +269,7 @@ def colors_of_times():
 
 
 def draw_profiles(by_adapter, path):
-    """Figure 3: h_k over the frozen backbone's first, then h_k itself; a column for each adapter."""
+    """Figure 3: h_k beside the frozen backbone's, then h_k itself; a column for each adapter."""
     figure = common.new_figure(3.6 * len(by_adapter) + 1.6, 6)
     panels = figure.subplots(2, len(by_adapter), sharex=True, sharey="row", squeeze=False)
     for (upper, lower), (name, found) in zip(panels.T, by_adapter.items()):
@@ -304,8 +304,9 @@ def draw_curves(panel, found):
     above = []
     for curve in found["profile"]:
         above += [math.log10(bound / h) for bound, h in zip(found["bound"], curve) if h > 0]
-    panel.text(0.04, 0.06, f"Lemma B.2's bound is $10^{{{min(above):.1f}}}$\n"
-               f"to $10^{{{max(above):.1f}}}$ times as large", transform=panel.transAxes, fontsize=9)
+    bound = (f"Lemma B.2's bound is $10^{{{min(above):.1f}}}$\n"
+             f"to $10^{{{max(above):.1f}}}$ times as large")
+    panel.text(0.04, 0.06, bound, transform=panel.transAxes, fontsize=9)
 
 
 def draw_operators(by_adapter, grid, path):
@@ -409,12 +410,12 @@ def show_letters(panel, letters):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Draw the memory profiles of adapters at frozen times, and the mixer of a layer as a matrix."""
+    """Draw the memory profiles of adapters at frozen times, and a layer's mixer as a matrix."""
     adapter: tuple[str, ...] = ()        # run folders or files; default: the shipped ones
     weights: str = "small"               # backbone: "small", "goombalab/hydra" or a path
-    data: tuple[str, ...] = ("embedded",)
+    data: tuple[str, ...] = ("embedded",)  # text of the sample
     vocab: str = "bytes"                 # "bytes", "bert-base-uncased" or a vocab.txt
-    seqlen: int = 128
+    seqlen: int = 128                    # tokens of a window
     windows: int = 8                     # every token of these is in the sample
     masked: float = 0.3                  # share of the sample that is masked, at every t
     grid: int = 17                       # even times in the pictures over t

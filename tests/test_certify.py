@@ -52,7 +52,9 @@ def test_the_margins_known_beforehand(A_log, epsilon):
 
 
 def test_every_layer_is_right_to_the_last_digits():
-    A_log, beta, dt_min = uniform(-12, 4, 5, 7).double(), 0.3, 0.002
+    A_log = uniform(-12, 4, 5, 7).double()
+    beta = 0.3
+    dt_min = 0.002
     found = certify.certify(A_log, beta, dt_min)
     for y, row in enumerate(A_log.tolist()):
         margins = [exact_margin(v, beta, dt_min) for v in row]
@@ -65,7 +67,9 @@ def test_every_layer_is_right_to_the_last_digits():
 
 
 def test_no_point_of_the_rectangle_has_a_larger_radius_and_the_vertex_has_that_one():
-    A_log, beta, dt_min = uniform(-3, 3, 4, 6).double(), 0.5, 1e-3
+    A_log = uniform(-3, 3, 4, 6).double()
+    beta = 0.5
+    dt_min = 1e-3
     found = certify.certify(A_log, beta, dt_min)
     shift = uniform(-beta, beta, 2000, 4, 6, seed=1).double()
     dt = dt_min * uniform(0, 12, 2000, 4, 6, seed=2).double().exp()     # to 160
@@ -83,8 +87,9 @@ def test_a_wider_shift_or_a_smaller_step_never_raises_the_margin():
 
 
 def test_bounds_of_each_head_are_as_good_as_those_of_the_worst():
-    A_log, beta, dt = (uniform(low, high, 2, 3, seed=seed)
-                       for seed, (low, high) in enumerate(((-3, 3), (0, 0.5), (0, 1))))
+    A_log = uniform(-3, 3, 2, 3)
+    beta = uniform(0, 0.5, 2, 3, seed=1)
+    dt = uniform(0, 1, 2, 3, seed=2)
     found = certify.certify(A_log, beta, dt)
     for y in range(2):
         margins = [exact_margin(*(v[y, h].item() for v in (A_log, beta, dt))) for h in range(3)]
@@ -150,7 +155,8 @@ def test_a_family_that_first_grows_needs_another_P():
 
 def test_products_of_interpolated_systems_stay_under_the_bound_of_lemma_b2():
     A = torch.tensor([[[0.5, 2.0], [0.0, 0.5]], [[0.4, 1.5], [0.0, 0.6]]], dtype=torch.float64)
-    found, product = certify.aqs_certificate(A), torch.eye(2, dtype=torch.float64)
+    found = certify.aqs_certificate(A)
+    product = torch.eye(2, dtype=torch.float64)
     for k, weight in enumerate(uniform(0, 1, 40).tolist(), 1):
         product = product @ (weight * A[0] + (1 - weight) * A[1])
         assert torch.linalg.matrix_norm(product, 2) <= found.M_A * found.rho ** k * (1 + 1e-12)
@@ -273,8 +279,10 @@ def test_an_untrained_adapter_reaches_nothing(model):
 
 
 def test_no_input_has_a_smaller_step_than_the_floor_and_one_has_it(model):
-    model, adapter = copy.deepcopy(model), awake_adapter(model.config)
-    h, d = model.config.nheads, model.config.d_model
+    model = copy.deepcopy(model)
+    adapter = awake_adapter(model.config)
+    h = model.config.nheads
+    d = model.config.d_model
     with torch.no_grad():
         for layer in model.layers:                       # the fixture's norms are the identity
             layer.norm.weight.copy_(uniform(0.5, 2, d, seed=3))
@@ -301,10 +309,13 @@ def text_draws(work, seqlen=40, n=9):
 
 
 def test_what_is_met_on_text_is_what_each_window_alone_shows(work, model):
-    adapter, draws = awake_adapter(model.config), text_draws(work)
-    draws.x0[3, 30:], draws.x_t[3, 30:] = draws.pad_id, draws.pad_id        # pads in one window
+    adapter = awake_adapter(model.config)
+    draws = text_draws(work)
+    draws.x0[3, 30:] = draws.pad_id                      # pads in one window
+    draws.x_t[3, 30:] = draws.pad_id
     smallest, slowest, share = certify.met_on_text(model, adapter, draws, dt_min=0.05)
-    steps, rates = [], []
+    steps = []
+    rates = []
     with torch.no_grad():
         for x_t, x0, t in zip(draws.x_t, draws.x0, draws.t):
             x_t = x_t[x0 != draws.pad_id][None]          # without its pads
@@ -312,7 +323,8 @@ def test_what_is_met_on_text_is_what_each_window_alone_shows(work, model):
             layers = certify.scan_inputs(model, inputs, adapter(t[None]))
             steps.append(torch.stack([scan.dt[0] for scan in layers]))       # y l 2 h
             rates.append(torch.stack([-scan.dt[0] * scan.A[0] for scan in layers]))
-    steps, rates = torch.cat(steps, 1), torch.cat(rates, 1)
+    steps = torch.cat(steps, 1)
+    rates = torch.cat(rates, 1)
     close = {"rtol": 1e-4, "atol": 0}                    # float32, in batches of another shape
     torch.testing.assert_close(smallest, steps.amin((1, 2)).double(), **close)
     torch.testing.assert_close(slowest, rates.amin((1, 2)).double(), **close)
@@ -321,7 +333,8 @@ def test_what_is_met_on_text_is_what_each_window_alone_shows(work, model):
 
 @pytest.mark.parametrize("kernel", ("hypernet", "chebyshev", "dct"))
 def test_realised_radii_never_exceed_the_certified_ones(work, model, kernel):
-    adapter, draws = awake_adapter(model.config, kernel), text_draws(work)
+    adapter = awake_adapter(model.config, kernel)
+    draws = text_draws(work)
     A_log = torch.stack([layer.mixer.A_log for layer in model.layers]).double()
     smallest, slowest, _ = certify.met_on_text(model, adapter, draws)
     # Assume what this text does keep, so that all five hypotheses hold.

@@ -57,10 +57,13 @@ def test_they_are_the_mixers_answer_to_an_impulse(model, sample, t):
     with torch.no_grad():
         op = markov.frozen_operator(model, inputs, modulation)
         layers = scan_inputs(model, inputs, modulation)
-    l, b, i, s = 21, 1, 5, 12 + 5                       # token 5 of sequence 1 is the 17th
+    l = 21
+    b, i = 1, 5                                         # token 5 of sequence 1
+    s = 12 + 5                                          # is the 17th of the sample
     for y, (dt, A, B, C) in enumerate(layers):
         constant = [v[b:b + 1, i:i + 1].expand(1, l, *v.shape[2:]) for v in (dt, B, C)]
-        A, h = A.expand(len(x_t), -1)[b:b + 1], dt.shape[-1]
+        A = A.expand(len(x_t), -1)[b:b + 1]
+        h = dt.shape[-1]
         x = torch.zeros(1, l, h, 1, dtype=torch.float64)
         x[:, 10] = 1
         D = torch.zeros(1, l, h, dtype=torch.float64)
@@ -79,7 +82,8 @@ def test_a_change_of_the_states_coordinates_leaves_them_alone(model, sample):
         dt, A, B, C = scan_inputs(model, inputs)[1]
     T = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for d in (0, 1):
-        b, c = dt[0, 7, d, 2] * B[0, 7, d, 0], C[0, 7, d, 0]
+        b = dt[0, 7, d, 2] * B[0, 7, d, 0]
+        c = C[0, 7, d, 0]
         A_bar = torch.exp(dt[0, 7, d, 2] * A[0, 2]) * torch.eye(4, dtype=torch.float64)
         moved = T @ A_bar @ T.inverse()
         for k in range(6):
@@ -91,8 +95,10 @@ def test_a_change_of_the_states_coordinates_leaves_them_alone(model, sample):
 def test_zero_order_hold_is_the_integral_of_the_held_input(model, sample):
     _, inputs = sample
     with torch.no_grad():
-        euler, held = (markov.frozen_operator(model, inputs, zoh=zoh) for zoh in (False, True))
-        A = torch.stack([scan.A[0] for scan in scan_inputs(model, inputs)])[:, None, None]  # y 1 1 h
+        euler = markov.frozen_operator(model, inputs)
+        held = markov.frozen_operator(model, inputs, zoh=True)
+        A = torch.stack([scan.A[0] for scan in scan_inputs(model, inputs)])     # y h
+        A = A[:, None, None]                                                    # y 1 1 h
     u = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000              # of the step's length
     integral = torch.stack([torch.exp(A * euler.dt * v) for v in u]).mean(0)
     torch.testing.assert_close(held.gain / euler.gain, integral, rtol=1e-6, atol=0)  # midpoint rule
@@ -128,17 +134,19 @@ def test_an_untrained_adapter_is_the_backbone(model, sample):
 # ------------------------------------------------------------------------------------ closed forms
 
 def test_the_hankel_operator_has_the_stated_singular_value_and_no_other():
-    op, i = random_response(), torch.arange(300, dtype=torch.float64)       # exp(-0.05 * 600) is 0
+    op = random_response()
+    i = torch.arange(300, dtype=torch.float64)          # exp(-0.05 * 600) is 0
     for index in ((0, 0, 0, 0), (1, 2, 1, 3)):
-        gain, rate = op.gain[index], op.rate[index]
-        values = torch.linalg.svdvals(gain * torch.exp(-rate * (i[:, None] + i)))
+        matrix = op.gain[index] * torch.exp(-op.rate[index] * (i[:, None] + i))
+        values = torch.linalg.svdvals(matrix)
         torch.testing.assert_close(markov.hankel_singular_value(op)[index], values[0], rtol=1e-8,
                                    atol=0)
         assert values[1] < 1e-12 * values[0]
 
 
 def test_inner_products_and_distances_are_sums_over_the_lags():
-    one, two = random_response(0), random_response(1)
+    one = random_response(0)
+    two = random_response(1)
     k = torch.arange(1000, dtype=torch.float64)[:, None, None, None, None]
     h = [op.gain * torch.exp(-op.rate * k) for op in (one, two)]            # k y s 2 h
     count = one.gain.numel()
@@ -222,8 +230,10 @@ def test_the_components_are_those_of_the_adapter():
     t = torch.linspace(0, 1, 257, dtype=torch.float64)
     adapter = awake_adapter("chebyshev")
     with torch.no_grad():
-        found, h = markov.coefficients(adapter), adapter.hidden(t)
-        K, s = adapter.degree, adapter.n_shifts
+        found = markov.coefficients(adapter)
+        h = adapter.hidden(t)
+        K = adapter.degree
+        s = adapter.n_shifts
         theta = adapter.shift(h)[..., :K * s].view(2, 257, K, s)            # of A; k, then s
     for y in range(2):
         for k in range(K):
@@ -231,7 +241,8 @@ def test_the_components_are_those_of_the_adapter():
             torch.testing.assert_close(found["spectrum"][y, k], mean.sqrt(), **CLOSE)
     adapter = awake_adapter("dct")
     with torch.no_grad():
-        found, h = markov.coefficients(adapter), adapter.hidden(t)
+        found = markov.coefficients(adapter)
+        h = adapter.hidden(t)
         for y in range(2):
             exponent = math.log1p(math.exp(adapter.alpha[y].item())) + 1e-4
             assert found["exponent"][y].item() == pytest.approx(exponent)
@@ -264,7 +275,8 @@ def test_an_adapter_that_ignores_t_shows_no_distance_between_times(model, sample
 
 def test_the_profiles_are_at_the_times_of_figure_3(model, sample):
     x_t, inputs = sample
-    adapter, grid = awake_adapter(), torch.linspace(0, 1, 9).tolist()
+    adapter = awake_adapter()
+    grid = torch.linspace(0, 1, 9).tolist()
     found = markov.analyse(model, adapter, inputs, grid)
     for t, curve in zip(markov.TIMES, found["profile"], strict=True):
         with torch.no_grad():
