@@ -3,13 +3,13 @@
 Run:      python certify.py           (shipped backbone and adapters on text, 20 seconds)
 Last line: "certified: N of N layers; Algorithm 4's least margin ..."; the status is 0 only then
 
-Every state of a head decays by abar = exp(-exp(A_log') Delta) a step. With |x|^2 as the energy
-(P = I) and the slowest decay that a hypothesis allows, the margin of a layer is
+Every state of a head decays by abar = exp(-exp(A_log') Delta) a step. Take |x|^2 as the energy
+(P = I) and the slowest decay that a hypothesis allows. The margin of a layer is then
 
     epsilon = 1 - rho^2,    rho = max over heads of exp(-exp(A_log + lowest shift) Delta_min)
 
-A margin is worth as much as its hypotheses. Algorithm 4 assumes Delta >= 0.001, which nothing in
-Delta = softplus(Delta_in + dt_bias') enforces, so this file puts five of them side by side:
+A margin is worth as much as its hypothesis. Algorithm 4 assumes Delta >= 0.001, and nothing in
+Delta = softplus(Delta_in + dt_bias') enforces that. So this file puts five of them side by side:
 
     hypothesis   shift of A_log at least             Delta at least
     paper        -0.5, proven                        0.001, assumed
@@ -25,6 +25,7 @@ Symbols:  A_log    log of -A                     (y, h)     eq. 8
           dt       Delta, a step                 > 0        eq. 9
           rate     -log abar, nats per step      (y, h)     eq. 10
           P        Lyapunov matrix               (n, n)     B.1
+          y layer, h heads, n state, b batch, l length, d model; k vertices of B.1
 Differs from the paper: Delta_min, as said above. Everything is in float64 and 1 - rho^2 is
           -expm1(-2 rate): in float32 a head with A_log = -10 would fail for want of digits. C.4's
           last sentence calls 1 - rho the margin; both are printed.
@@ -32,7 +33,6 @@ Differs from the paper: Delta_min, as said above. Everything is in float64 and 1
 import dataclasses
 import math
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -43,15 +43,11 @@ from checkpoint import check_vocabulary, load_adapters, load_backbone
 from chunk_scan import A_MIN
 from data import held_out_split, load_corpus
 from evaluate import make_draws
+from hydra_ssm import Modulation
 from mark_adapters import MAGNITUDES
 from text import make_tokenizer
 
-HYPOTHESES = ("paper", "own beta_A", "reached", "this text", "any text")  # as above
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
-STYLES = ("o-", "s-", "^-", "v--", "x:")
-
-
-# ---- the certificate -----------------------------------------------------------------------------
+# ---- Algorithm 4 ---------------------------------------------------------------------------------
 
 
 class Certificate(NamedTuple):
@@ -78,21 +74,39 @@ def certify(A_log, beta=0.5, dt_min=1e-3):
     beta and dt_min: numbers, or tensors that broadcast to (y, h). The decay of a step is cut off
     at 30 nats, as the scan does. Raises UserError on NaN or infinity, naming the layer.
     """
-    A_log, beta, dt_min = (torch.as_tensor(v, dtype=torch.float64) for v in (A_log, beta, dt_min))
-    fits = all(v.ndim <= 2 and all(n in (1, m) for n, m in zip(v.shape[::-1], A_log.shape[::-1]))
-               for v in (beta, dt_min))
-    if A_log.ndim != 2 or not A_log.numel() or not fits:
+    A_log, beta, dt_min = [torch.as_tensor(v, dtype=torch.float64) for v in (A_log, beta, dt_min)]
+    check_shapes(A_log, beta, dt_min)
+    slowest = A_log - beta                             # y h    line 4: the vertex of least decay
+    rate = slowest.exp() * dt_min                      # y h    lines 5 and 6: -log abar
+    sound = A_log.isfinite() & rate.isfinite() & (dt_min >= 0)
+    if not sound.all():
+        layer = sound.all(-1).long().argmin()
+        raise common.UserError(f"certify: layer {layer}: A_log, beta or dt_min is not finite, or "
+                               "dt_min is negative")
+    rate, head = rate.clamp(max=-A_MIN).min(-1)        # y      line 8: the slowest head
+    return Certificate(
+        radius=torch.exp(-rate),
+        distance=-torch.expm1(-rate),
+        epsilon=-torch.expm1(-2 * rate),               # y      line 9
+        head=head,
+        half_life=math.log(2) / rate)
+
+
+def check_shapes(A_log, beta, dt_min):
+    """Raise UserError unless A_log is (y, h), and beta and dt_min broadcast to it."""
+    fits = A_log.ndim == 2 and A_log.numel() > 0
+    for bound in (beta, dt_min):
+        try:
+            bound.expand(A_log.shape)
+        except RuntimeError:
+            fits = False
+    if not fits:
         raise common.UserError(f"certify: A_log {tuple(A_log.shape)} with beta {tuple(beta.shape)} "
                                f"and dt_min {tuple(dt_min.shape)}, needed (layers, heads), not "
                                "empty, and what broadcasts to it")
-    rate = (A_log - beta).exp() * dt_min                                  # y h
-    finite = (A_log.isfinite() & rate.isfinite() & (dt_min >= 0)).all(-1)
-    if not finite.all():
-        raise common.UserError(f"certify: layer {finite.long().argmin()}: A_log, beta or dt_min is "
-                               "not finite, or dt_min is negative")
-    rate, head = rate.clamp(max=-A_MIN).min(-1)                           # y
-    return Certificate((-rate).exp(), -torch.expm1(-rate), -torch.expm1(-2 * rate), head,
-                       math.log(2) / rate)
+
+
+# ---- B.1 in general: any vertices, any P ---------------------------------------------------------
 
 
 class Aqs(NamedTuple):
@@ -111,52 +125,73 @@ def aqs_certificate(A_vertices, P=None):
     found" does not mean that none exists. Raises UserError where the shapes do not fit, or P is
     not symmetric.
     """
-    from scipy.linalg import solve_discrete_lyapunov
     A = torch.as_tensor(A_vertices, dtype=torch.float64)                  # k n n
     if A.ndim != 3 or A.shape[1] != A.shape[2] or not A.numel() or not A.isfinite().all():
         raise common.UserError(f"aqs_certificate: vertices {tuple(A.shape)}, needed (k, n, n), "
                                "finite and not empty")
-    eye = torch.eye(A.shape[1], dtype=torch.float64)
+    n = A.shape[1]
     if P is None:
-        stable = torch.linalg.eigvals(A).abs().amax(-1) < 1  # the others have no solution
-        candidates = [eye] + [torch.from_numpy(solve_discrete_lyapunov(v.mT.numpy(), eye.numpy()))
-                              for v in A[stable]]
+        candidates = lyapunov_candidates(A)
     else:
-        candidates = [torch.as_tensor(P, dtype=torch.float64)]
-        if candidates[0].shape != eye.shape or not torch.allclose(candidates[0], candidates[0].mT):
-            raise common.UserError("aqs_certificate: P must be symmetric and "
-                                   f"{len(eye)} x {len(eye)}")
-    for P in candidates:
-        P = (P + P.mT) / 2
-        smallest, largest = torch.linalg.eigvalsh(P)[[0, -1]].tolist()
-        decrease = P - A.mT @ P @ A                                       # k n n
-        epsilon = torch.linalg.eigvalsh((decrease + decrease.mT) / 2).min().item()
-        terms = (A.abs().mT @ P.abs() @ A.abs()).sum(-1).max().item()     # of the two products
-        rounding = 8 * len(eye) * torch.finfo(P.dtype).eps * max(largest, terms)
-        if smallest > rounding and epsilon > rounding:
-            return Aqs("certified", P, epsilon, math.sqrt(1 - min(1, epsilon / largest)),
-                       math.sqrt(largest / smallest))
+        P = torch.as_tensor(P, dtype=torch.float64)
+        if P.shape != (n, n) or not torch.allclose(P, P.mT):
+            raise common.UserError(f"aqs_certificate: P must be symmetric and {n} x {n}")
+        candidates = [P]
+    for candidate in candidates:
+        found = verify(A, candidate)
+        if found.verdict == "certified":
+            return found
     return Aqs("not found")
 
 
-# ---- what the hypotheses rest on -----------------------------------------------------------------
+def lyapunov_candidates(A):
+    """I, and for each stable vertex A_k the P that solves A_k^T P A_k - P = -I."""
+    from scipy.linalg import solve_discrete_lyapunov
+    eye = torch.eye(A.shape[1], dtype=torch.float64)
+    candidates = [eye]
+    for vertex in A:
+        if torch.linalg.eigvals(vertex).abs().max() < 1:  # the others have no solution
+            P = solve_discrete_lyapunov(vertex.mT.numpy(), eye.numpy())
+            candidates.append(torch.from_numpy(P))
+    return candidates
 
 
-def recurrence(model):
-    """(A_log, dt_bias) of all layers, each (y, h) in float64."""
-    mixers = [layer.mixer for layer in model.layers]
-    A_log = torch.stack([mixer.A_log for mixer in mixers])
-    dt_bias = torch.stack([mixer.dt_bias for mixer in mixers])
-    return A_log.double(), dt_bias.double()
+def verify(A, P):
+    """B.1's inequality for one symmetric P (n, n) at the vertices A (k, n, n), as an Aqs.
+
+    A margin counts only where it is larger than the rounding of the products that it comes from.
+    """
+    n = len(P)
+    P = (P + P.mT) / 2
+    smallest, largest = torch.linalg.eigvalsh(P)[[0, -1]].tolist()
+    decrease = P - A.mT @ P @ A                                           # k n n
+    epsilon = torch.linalg.eigvalsh((decrease + decrease.mT) / 2).min().item()
+    terms = (A.abs().mT @ P.abs() @ A.abs()).sum(-1).max().item()         # of the two products
+    rounding = 8 * n * torch.finfo(P.dtype).eps * max(largest, terms)
+    if smallest <= rounding or epsilon <= rounding:
+        return Aqs("not found")
+    rho = math.sqrt(1 - min(1, epsilon / largest))
+    return Aqs("certified", P, epsilon, rho, M_A=math.sqrt(largest / smallest))
+
+
+# ---- what a model's scan reads -------------------------------------------------------------------
+
+
+class ScanInputs(NamedTuple):
+    """What the scan of one layer reads beside x; shapes as in chunk_scan.py."""
+    dt: torch.Tensor   # b l 2 h
+    A: torch.Tensor    # (b|1) h
+    B: torch.Tensor    # b l 2 g n
+    C: torch.Tensor    # b l 2 g n
 
 
 @torch.no_grad()
 def mixer_inputs(model, input_ids, modulation=None, attention_mask=None):
-    """What each layer's mixer is called with on ids (b, l): [(u, m, mask), ...]."""
+    """What each layer's mixer reads on ids (b, l): a list of u (b, l, d)."""
     seen = []
 
     def note(mixer, args):
-        seen.append(args)
+        seen.append(args[0])
 
     hooks = [layer.mixer.register_forward_pre_hook(note) for layer in model.layers]
     try:
@@ -168,16 +203,71 @@ def mixer_inputs(model, input_ids, modulation=None, attention_mask=None):
 
 
 @torch.no_grad()
-def scan_inputs(model, inputs):
-    """What each layer's scan reads, from its mixer's (u, m, mask): [(dt, A, B, C, D), ...].
+def scan_inputs(model, inputs, modulation=None, attention_mask=None):
+    """The ScanInputs of each layer whose mixer reads u (b, l, d): a list.
 
-    Shapes as in chunk_scan.py.
+    inputs: a list of u. Their modulation and `modulation` may differ (markov.py).
     """
+    modulation = modulation or Modulation()
     read = []
-    for layer, (u, m, mask) in zip(model.layers, inputs, strict=True):
-        _, _, dt, A, B, C, D = layer.mixer.project(u, m, mask)
-        read.append((dt, A, B, C, D))
+    for layer, u, m in zip(model.layers, inputs, modulation.by_layer(model), strict=True):
+        _, _, dt, A, B, C, _ = layer.mixer.project(u, m, attention_mask)
+        read.append(ScanInputs(dt, A, B, C))
     return read
+
+
+def recurrence(model):
+    """(A_log, dt_bias) of all layers, each (y, h) in float64."""
+    A_log = torch.stack([layer.mixer.A_log for layer in model.layers])
+    dt_bias = torch.stack([layer.mixer.dt_bias for layer in model.layers])
+    return A_log.double(), dt_bias.double()
+
+
+# ---- the five hypotheses -------------------------------------------------------------------------
+
+
+class Hypothesis(NamedTuple):
+    """No shift of A_log below -beta and no step below dt_min; both broadcast to (y, h)."""
+    name: str
+    beta: torch.Tensor | float
+    dt_min: torch.Tensor | float
+
+
+HYPOTHESES = ("paper", "own beta_A", "reached", "this text", "any text")  # their names, as above
+
+
+class Met(NamedTuple):
+    """What was met on a text, over its real tokens and both directions."""
+    dt: torch.Tensor      # y h   the smallest Delta, in float64
+    rate: torch.Tensor    # y h   the slowest decay, nats per step, in float64
+    share_below: float    # of all Delta, those below dt_min
+
+    @property
+    def radius(self):
+        """The largest rho of each layer, (y,)."""
+        return (-self.rate).exp().amax(-1)
+
+
+@torch.no_grad()
+def met_on_text(model, adapter, draws, dt_min=1e-3):
+    """What is Met on masked windows (evaluate.py's Draws), each told its own t."""
+    n, l = draws.x0.shape
+    smallest = torch.full((model.config.n_layer, model.config.nheads), math.inf)
+    slowest = smallest.clone()
+    below = 0
+    total = 0
+    for rows in torch.arange(n).split(max(1, 8192 // l)):
+        real = draws.x0[rows] != draws.pad_id                             # b l
+        modulation = adapter(draws.t[rows])
+        inputs = mixer_inputs(model, draws.x_t[rows], modulation, real)
+        for y, scan in enumerate(scan_inputs(model, inputs, modulation, real)):
+            dt = scan.dt[real]                                            # tokens 2 h
+            rate = (scan.dt * -scan.A[:, None, None])[real]               # tokens 2 h
+            smallest[y] = torch.minimum(smallest[y], dt.amin((0, 1)))
+            slowest[y] = torch.minimum(slowest[y], rate.amin((0, 1)))
+            below += (dt < dt_min).sum().item()
+            total += dt.numel()
+    return Met(smallest.double(), slowest.double(), below / total)
 
 
 @torch.no_grad()
@@ -189,8 +279,9 @@ def reached_shift(adapter, points=30_001):
     """
     t = torch.linspace(0, 1, points)
     A = torch.cat([adapter(part).A for part in t.split(8192)], 1)         # y t h
-    lowest = A.amin(1) - A.diff(dim=1).abs().amax(1)                      # y h
-    return torch.maximum(lowest, -adapter.effective_magnitudes()[:, :1])
+    largest_step = A.diff(dim=1).abs().amax(1)                            # y h
+    proven = -adapter.effective_magnitudes()[:, :1]                       # y 1
+    return torch.maximum(A.amin(1) - largest_step, proven)                # y h
 
 
 @torch.no_grad()
@@ -200,51 +291,130 @@ def step_floor(model, adapter):
     in_proj reads u = weight * n + bias of a LayerNorm, and n has mean 0 and |n|^2 <= d. So
     w.u >= w.bias - sqrt(d) |w * weight less its mean|, and the shift of dt_bias is >= -|beta_dt|.
     """
-    h, d = model.config.nheads, model.config.d_model
-    beta_dt = adapter.effective_magnitudes()[:, MAGNITUDES.index("dt")].abs()  # y
-    norms = [model.embedding_norm, *(layer.norm for layer in model.layers)]
+    h = model.config.nheads
+    d = model.config.d_model
+    beta_dt = adapter.effective_magnitudes()[:, MAGNITUDES.index("dt")].abs().double()  # y
+    norms = [model.embedding_norm]                       # whose output a layer reads
+    norms += [layer.norm for layer in model.layers[:-1]]
     floors = []
-    for layer, norm, beta in zip(model.layers, norms, beta_dt.double()):
+    for layer, norm, beta in zip(model.layers, norms, beta_dt, strict=True):
         w = layer.mixer.in_proj.weight[-2 * h:].double()                  # (2 h) d
         scaled = w * norm.weight
         spread = (scaled - scaled.mean(-1, keepdim=True)).norm(dim=-1)    # (2 h)
-        lowest = (w @ norm.bias.double() - d ** 0.5 * spread).unflatten(0, (2, h)).amin(0)
-        floors.append(F.softplus(lowest + layer.mixer.dt_bias - beta))    # h
-    return torch.stack(floors)
-
-
-@torch.no_grad()
-def met_on_text(model, adapter, draws, dt_min=1e-3):
-    """On masked windows, each told its own t: the smallest Delta and the slowest rate of every
-    layer and head, (y, h) each, and the share of all Delta below dt_min. Pads do not count.
-    """
-    smallest = slowest = torch.full((model.config.n_layer, model.config.nheads), math.inf)
-    below = total = 0
-    for rows in torch.arange(len(draws.t)).split(max(1, 8192 // draws.x0.shape[1])):
-        real = draws.x0[rows] != draws.pad_id                             # b l
-        inputs = mixer_inputs(model, draws.x_t[rows], adapter(draws.t[rows]), real)
-        layers = scan_inputs(model, inputs)
-        dt = torch.stack([dt[real] for dt, *_ in layers])                 # y tokens 2 h
-        rate = torch.stack([(dt * -A[:, None, None])[real] for dt, A, *_ in layers])
-        smallest = torch.minimum(smallest, dt.amin((1, 2)))
-        slowest = torch.minimum(slowest, rate.amin((1, 2)))
-        below, total = below + (dt < dt_min).sum().item(), total + dt.numel()
-    return smallest.double(), slowest.double(), below / total
+        lowest = w @ norm.bias.double() - d ** 0.5 * spread               # (2 h)
+        lowest = lowest.unflatten(0, (2, h)).amin(0)                      # h
+        floors.append(F.softplus(lowest + layer.mixer.dt_bias - beta))
+    return torch.stack(floors)                                            # y h
 
 
 @torch.no_grad()
 def margins(A_log, model, adapter, draws, beta=0.5, dt_min=1e-3):
-    """{hypothesis: Certificate} of an adapter; and what was met, dt, radius and share_below."""
+    """({name of a hypothesis: Certificate}, Met) of an adapter on a text."""
+    met = met_on_text(model, adapter, draws, dt_min)
     own = adapter.effective_magnitudes()[:, :1]                           # y 1
     reached = -reached_shift(adapter)                                     # y h
-    dt, rate, below = met_on_text(model, adapter, draws, dt_min)
-    bounds = ((beta, dt_min), (own, dt_min), (reached, dt_min), (reached, dt),
-              (own, step_floor(model, adapter)))
-    met = {"dt": dt, "radius": (-rate).exp().amax(-1), "share_below": below}
-    return {name: certify(A_log, *b) for name, b in zip(HYPOTHESES, bounds)}, met
+    hypotheses = [
+        Hypothesis("paper", beta, dt_min),
+        Hypothesis("own beta_A", own, dt_min),
+        Hypothesis("reached", reached, dt_min),
+        Hypothesis("this text", reached, met.dt),
+        Hypothesis("any text", own, step_floor(model, adapter)),
+    ]
+    found = {}
+    for name, shift, step in hypotheses:
+        found[name] = certify(A_log, shift, step)
+    return found, met
 
 
-# ---- table, figure, command line -----------------------------------------------------------------
+# ---- tables and figure ---------------------------------------------------------------------------
+
+
+def backbone_table(certificate, dt_bias):
+    """Markdown: Algorithm 4's certificate of each layer, and the least Delta of a zero input."""
+    head = ["layer", "rho", "1 - rho", "epsilon", "head", "half-life, steps", "softplus(dt_bias)"]
+    rest = F.softplus(dt_bias).amin(-1)                                   # y
+    rows = []
+    for y in range(len(rest)):
+        radius, distance, epsilon, slowest, half_life = [values[y] for values in certificate]
+        rows.append([y, f"{radius:.6f}", f"{distance:.3e}", f"{epsilon:.3e}", f"{slowest}",
+                     f"{half_life:,.0f}", f"{rest[y]:.2e}"])
+    return common.markdown(head, *rows)
+
+
+def adapter_table(certificates, met):
+    """Markdown: each layer's epsilon under each hypothesis, beside what the text shows."""
+    head = ["layer", *certificates, "smallest Delta met", "largest rho met"]
+    smallest = met.dt.amin(-1)                                            # y
+    rows = []
+    for y in range(len(smallest)):
+        epsilons = [f"{certificate.epsilon[y]:.2e}" for certificate in certificates.values()]
+        rows.append([y, *epsilons, f"{smallest[y]:.2e}", f"{met.radius[y]:.8f}"])
+    return common.markdown(head, *rows)
+
+
+class Line(NamedTuple):
+    """How a hypothesis looks in Figure 1."""
+    color: str    # Okabe and Ito's, which every kind of sight can tell apart
+    marker: str
+    label: str
+
+
+LINES = {
+    "paper": Line("#0072B2", "o", r"paper: shift $\geq -\beta$, $\Delta \geq \Delta_{\min}$"),
+    "own beta_A": Line("#E69F00", "s", r"own $\beta_A$: shift $\geq -\beta_A$, $\Delta$ as above"),
+    "reached": Line("#009E73", "^", r"reached: lowest shift over $t$, $\Delta$ as above"),
+    "this text": Line("#D55E00", "v", r"this text: the same shift, smallest $\Delta$ met"),
+    "any text": Line("#CC79A7", "D", r"any text: shift $\geq -\beta_A$, $\Delta$ proven"),
+}
+
+
+def draw_certificate(certificate, adapters, path):
+    """Figure 1: Algorithm 4's margins by layer, and the margins under the five hypotheses.
+
+    adapters: {name: {name of a hypothesis: Certificate}}, or nothing for the first panel alone.
+    """
+    figure = common.new_figure(12.5 if adapters else 5, 3.8)
+    panels = figure.subplots(1, 2 if adapters else 1, squeeze=False)[0]
+    draw_algorithm_4(panels[0], certificate)
+    if adapters:
+        draw_hypotheses(panels[1], adapters)
+        figure.legend(loc="outside right upper", fontsize=9, title="hypothesis")
+    for panel in panels:
+        panel.set_xlabel("layer")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    common.save_figure(figure, path)
+
+
+def draw_algorithm_4(panel, certificate):
+    """A bar for each layer; the least of them is named with its radius."""
+    layers = range(len(certificate.epsilon))
+    worst = certificate.epsilon.argmin().item()
+    bars = panel.bar(layers, certificate.epsilon.tolist(), color=LINES["paper"].color, width=0.7)
+    bars[worst].set_color(LINES["this text"].color)
+    panel.set_title("Algorithm 4, as in the paper\n"
+                    f"least margin: layer {worst}, $\\epsilon$ = "
+                    f"{certificate.epsilon[worst]:.2e}, $\\rho$ = {certificate.radius[worst]:.6f}",
+                    fontsize=10)
+    panel.set_ylabel("margin $\\epsilon = 1 - \\rho^2$\n(share of the energy lost per step)")
+
+
+def draw_hypotheses(panel, adapters):
+    """A line for each hypothesis: the least margin of all adapters; a band up to the largest."""
+    for name, line in LINES.items():
+        epsilons = torch.stack([found[name].epsilon for found in adapters.values()])  # adapters y
+        layers = range(epsilons.shape[1])
+        least = epsilons.amin(0)
+        panel.semilogy(layers, least, marker=line.marker, color=line.color, ms=4, lw=1.2,
+                       label=line.label)
+        panel.fill_between(layers, least, epsilons.amax(0), color=line.color, alpha=0.3, lw=0)
+    drawn = f"adapter: {next(iter(adapters))}"
+    if len(adapters) > 1:
+        drawn = f"line: least of {len(adapters)} adapters, band: to the largest"
+    panel.set_title(f"under five hypotheses\n{drawn}", fontsize=10)
+    panel.set_ylabel("margin $\\epsilon$, log scale\n(share of the energy lost per step)")
+
+
+# ---- command line --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,105 +424,102 @@ class Config:
     adapter: tuple[str, ...] = ()        # run folders or files; "none"; default: the shipped ones
     data: tuple[str, ...] = ("embedded",)  # text on which Delta is measured
     vocab: str = "bytes"                 # "bytes", "bert-base-uncased" or a vocab.txt
-    seqlen: int = 128
+    seqlen: int = 128                    # tokens of a window
     windows: int = 100                   # of the text, each at two values of t
     beta: float = 0.5                    # bound of the A shift, Table 8
     dt_min: float = 1e-3                 # Algorithm 4's assumption
-    publish: bool = False                # also write results/certify/ and figures/
     seed: int = 42
 
 
-def backbone_table(certificate, dt_bias):
-    """Markdown: Algorithm 4's certificate of each layer, and the least Delta of a zero input."""
-    formats = ("{:.6f}", "{:.3e}", "{:.3e}", "{}", "{:,.0f}", "{:.2e}")
-    rows = zip(*(v.tolist() for v in (*certificate, F.softplus(dt_bias).amin(-1))))
-    return common.markdown(
-        ["layer", "rho", "1 - rho", "epsilon", "head", "half-life, steps", "softplus(dt_bias)"],
-        *([y, *(f.format(v) for f, v in zip(formats, row))] for y, row in enumerate(rows)))
+class Finding(NamedTuple):
+    """A certificate, and what it is of."""
+    adapter: str       # "" for the backbone alone
+    hypothesis: str
+    certificate: Certificate
+
+    def name(self):
+        """For a reader."""
+        return f"{self.adapter}, {self.hypothesis}" if self.adapter else "Algorithm 4"
 
 
-def adapter_table(certificates, met):
-    """Markdown: each layer's epsilon under each hypothesis, beside what the text shows."""
-    rows = [[y, *(f"{c.epsilon[y]:.2e}" for c in certificates.values()), f"{step:.2e}",
-             f"{met['radius'][y]:.8f}"] for y, step in enumerate(met["dt"].amin(-1))]
-    return common.markdown(["layer", *certificates, "smallest Delta met", "largest rho met"], *rows)
+def load_what_is_asked(cfg, model):
+    """({name: adapter}, the Draws of the text). No adapter where none is asked, or a backbone of
+    one's own is given alone.
+    """
+    wanted = cfg.adapter or cfg.weights == "small"
+    if not wanted or cfg.adapter == ("none",):
+        return {}, None
+    tokenizer = make_tokenizer(cfg.vocab)
+    check_vocabulary(model, tokenizer)
+    corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, ()))
+    draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
+    return load_adapters(cfg.adapter, model.config, mark_only=True), draws
 
 
-def draw(certificate, adapters, path):
-    """Figure 1: Algorithm 4's radii and margins, and what other hypotheses make of the margins."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(10 if adapters else 5, 3.4), layout="constrained")
-    axes = figure.subplots(1, 1 + bool(adapters), squeeze=False)[0]
-    y = range(len(certificate.epsilon))
-    axes[0].bar(y, certificate.epsilon.tolist(), color="tab:blue", width=0.7)
-    axes[0].set_title("Algorithm 4, as in the paper")
-    axes[0].set(xlabel="layer", ylim=(0, None))
-    axes[0].set_ylabel("margin $\\epsilon = 1 - \\rho^2$ (bars)", color="tab:blue")
-    radius = axes[0].twinx()
-    radius.plot(y, certificate.radius, "o-", color="tab:red", ms=4)
-    radius.set_ylabel("worst-case radius $\\rho$ (line)", color="tab:red")
-    radius.set_ylim(None, 1)
-    for i, certificates in enumerate(adapters.values()):
-        for (label, c), color, style in zip(certificates.items(), COLORS, STYLES):
-            axes[1].semilogy(y, c.epsilon, style, color=color, ms=3, lw=1,
-                             label=None if i else label)
-    if adapters:
-        axes[1].set_title("under five hypotheses, a line for each adapter", fontsize=10)
-        axes[1].set(xlabel="layer", ylabel="margin $\\epsilon$")
-        figure.legend(loc="outside right upper", fontsize=9)
-    common.save_figure(figure, path)
+def report_adapter(name, table, met, draws, dt_min):
+    """Print an adapter's table, and loudly where the text breaks what the first margins assume."""
+    common.log(f"\n{name}: margin epsilon under five hypotheses (see the docstring); the text is "
+               f"{len(draws.t)} windows, each at a t of its own\n\n{table}\n")
+    layers = len(met.dt)
+    broken = (met.dt.amin(-1) < dt_min).sum().item()
+    if broken:
+        y, h = divmod(met.dt.argmin().item(), met.dt.shape[1])
+        common.log(f"!! {name}: Delta falls to {met.dt.min():.1e} (layer {y}, head {h}) and below "
+                   f"{dt_min} in {broken} of {layers} layers, in {met.share_below:.2%} of all "
+                   "steps.\n!! The first three margins assume what this text breaks; \"any text\" "
+                   "assumes nothing.")
+
+
+def last_line(findings):
+    """Whether all is certified, and the least margins. findings: the backbone's is the first."""
+    backbone = findings[0].certificate
+    certified = all(finding.certificate.certified for finding in findings)
+    layers = min((finding.certificate.epsilon > 0).sum().item() for finding in findings)
+    worst = min(findings, key=lambda finding: finding.certificate.epsilon.min())
+    y = worst.certificate.epsilon.argmin().item()
+    return (f"{'certified' if certified else 'NOT certified'}: {layers} of {len(backbone.epsilon)} "
+            f"layers; Algorithm 4's least margin is epsilon {backbone.epsilon.min():.3e}, the "
+            f"least of all {worst.certificate.epsilon[y]:.3e} ({worst.name()}: layer {y}, head "
+            f"{worst.certificate.head[y]})")
 
 
 def main(cfg):
-    env = common.banner("certify.py", cfg)
     model = load_backbone(cfg.weights)
+    env = common.banner("certify.py", cfg, "cpu", model)
     A_log, dt_bias = recurrence(model)
     backbone = certify(A_log, cfg.beta, cfg.dt_min)
     table = backbone_table(backbone, dt_bias)
     common.log(f"\nAlgorithm 4: shifts of A_log within {cfg.beta}, Delta >= {cfg.dt_min} assumed"
                f"\n\n{table}\n")
     result = {"backbone": backbone.lists(), "table": table, "adapters": {}}
-    adapters, certificates = {}, {"Algorithm 4": backbone}
-    if cfg.adapter != ("none",) and (cfg.adapter or cfg.weights == "small"):
-        tokenizer = make_tokenizer(cfg.vocab)
-        check_vocabulary(model, tokenizer)
-        corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, ()))
-        draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
-        loaded = load_adapters(cfg.adapter, model.config, mark_only=True)
-        for name, adapter in common.progress(loaded.items(), desc="adapters"):
-            found, met = margins(A_log, model, adapter, draws, cfg.beta, cfg.dt_min)
-            adapters[name] = found
-            certificates |= {f"{name}, {k}": c for k, c in found.items()}
-            table = adapter_table(found, met)
-            result["adapters"][name] = {
-                "margins": {k: c.lists() for k, c in found.items()}, "table": table,
-                "dt": met["dt"].tolist(), "radius": met["radius"].tolist(),
-                "share_below": met["share_below"]}
-            common.log(f"\n{name}: margin epsilon under five hypotheses (see the docstring); the "
-                       f"text is {len(draws.t)} windows, each at a t of its own\n\n{table}\n")
-            layers = (met["dt"].amin(-1) < cfg.dt_min).sum().item()
-            if layers:
-                y, h = divmod(met["dt"].argmin().item(), met["dt"].shape[1])
-                common.log(f"!! {name}: Delta falls to {met['dt'].min():.1e} (layer {y}, head {h})"
-                           f" and below {cfg.dt_min} in {layers} of {len(A_log)} layers, in "
-                           f"{met['share_below']:.2%} of all steps.\n!! The first three margins "
-                           'assume what this text breaks; "any text" assumes nothing.')
+    findings = [Finding("", "paper", backbone)]
+    by_adapter = {}
+    adapters, draws = load_what_is_asked(cfg, model)
+    for name, adapter in common.progress(adapters.items(), desc="adapters"):
+        found, met = margins(A_log, model, adapter, draws, cfg.beta, cfg.dt_min)
+        table = adapter_table(found, met)
+        report_adapter(name, table, met, draws, cfg.dt_min)
+        by_adapter[name] = found
+        findings += [Finding(name, hypothesis, c) for hypothesis, c in found.items()]
+        result["adapters"][name] = {
+            "margins": {hypothesis: c.lists() for hypothesis, c in found.items()},
+            "table": table, "dt": met.dt.tolist(), "radius": met.radius.tolist(),
+            "share_below": met.share_below}
+    result["certified"] = all(finding.certificate.certified for finding in findings)
     folder = common.ROOT / "runs" / "certify"
-    figure = (common.ROOT / "figures" if cfg.publish else folder) / "fig1_certificate.png"
-    draw(backbone, adapters, figure)
-    result["certified"] = all(c.certified for c in certificates.values())
-    common.write_json(folder / "result.json", {"metrics": result, "config": cfg})
-    if cfg.publish:
-        common.publish("certify", Path(cfg.weights).stem, result, cfg, env)
+    figure = folder / "fig1_certificate.png"
+    common.save_result(folder / "result.json", result, cfg, env)
+    draw_certificate(backbone, by_adapter, figure)
     common.log(f"figure: {figure.relative_to(common.ROOT)}")
-    done = min((c.epsilon > 0).sum().item() for c in certificates.values())
-    which, least = min(certificates.items(), key=lambda item: item[1].epsilon.min())
-    y = least.epsilon.argmin().item()
-    common.log(f"{'certified' if result['certified'] else 'NOT certified'}: {done} of {len(A_log)} "
-               f"layers; Algorithm 4's least margin is epsilon {backbone.epsilon.min():.3e}, the "
-               f"least of all {least.epsilon[y]:.3e} ({which}: layer {y}, head {least.head[y]})")
+    common.log(last_line(findings))
     return result
 
 
+def run(cfg):
+    """`main`, with status 1 where a layer is not certified."""
+    result = main(cfg)
+    sys.exit(0 if result["certified"] else 1)
+
+
 if __name__ == "__main__":
-    common.run_cli(Config, lambda cfg: sys.exit(0 if main(cfg)["certified"] else 1))
+    common.run_cli(Config, run)

@@ -8,12 +8,12 @@ from fractions import Fraction
 import pytest
 import tiny
 import torch
-from helpers import write_composer_layout, write_released_layout
-from safetensors.torch import save_file
+from helpers import write_released_layout
+from safetensors.torch import load_file, save_file
 
 import certify
-import hydra_ssm
-from checkpoint import save_adapter
+import common
+from checkpoint import load_backbone, save_adapter
 from common import UserError
 from data import load_corpus
 from evaluate import make_draws
@@ -34,7 +34,7 @@ def uniform(low, high, *shape, seed=0):
 
 @pytest.fixture(scope="module")
 def model(work):
-    return hydra_ssm.load_backbone(work / "backbone.safetensors")
+    return load_backbone(work / "backbone.safetensors")
 
 
 def awake_adapter(config, kernel="chebyshev"):
@@ -52,7 +52,9 @@ def test_the_margins_known_beforehand(A_log, epsilon):
 
 
 def test_every_layer_is_right_to_the_last_digits():
-    A_log, beta, dt_min = uniform(-12, 4, 5, 7).double(), 0.3, 0.002
+    A_log = uniform(-12, 4, 5, 7).double()
+    beta = 0.3
+    dt_min = 0.002
     found = certify.certify(A_log, beta, dt_min)
     for y, row in enumerate(A_log.tolist()):
         margins = [exact_margin(v, beta, dt_min) for v in row]
@@ -65,7 +67,9 @@ def test_every_layer_is_right_to_the_last_digits():
 
 
 def test_no_point_of_the_rectangle_has_a_larger_radius_and_the_vertex_has_that_one():
-    A_log, beta, dt_min = uniform(-3, 3, 4, 6).double(), 0.5, 1e-3
+    A_log = uniform(-3, 3, 4, 6).double()
+    beta = 0.5
+    dt_min = 1e-3
     found = certify.certify(A_log, beta, dt_min)
     shift = uniform(-beta, beta, 2000, 4, 6, seed=1).double()
     dt = dt_min * uniform(0, 12, 2000, 4, 6, seed=2).double().exp()     # to 160
@@ -83,8 +87,9 @@ def test_a_wider_shift_or_a_smaller_step_never_raises_the_margin():
 
 
 def test_bounds_of_each_head_are_as_good_as_those_of_the_worst():
-    A_log, beta, dt = (uniform(low, high, 2, 3, seed=seed)
-                       for seed, (low, high) in enumerate(((-3, 3), (0, 0.5), (0, 1))))
+    A_log = uniform(-3, 3, 2, 3)
+    beta = uniform(0, 0.5, 2, 3, seed=1)
+    dt = uniform(0, 1, 2, 3, seed=2)
     found = certify.certify(A_log, beta, dt)
     for y in range(2):
         margins = [exact_margin(*(v[y, h].item() for v in (A_log, beta, dt))) for h in range(3)]
@@ -150,7 +155,8 @@ def test_a_family_that_first_grows_needs_another_P():
 
 def test_products_of_interpolated_systems_stay_under_the_bound_of_lemma_b2():
     A = torch.tensor([[[0.5, 2.0], [0.0, 0.5]], [[0.4, 1.5], [0.0, 0.6]]], dtype=torch.float64)
-    found, product = certify.aqs_certificate(A), torch.eye(2, dtype=torch.float64)
+    found = certify.aqs_certificate(A)
+    product = torch.eye(2, dtype=torch.float64)
     for k, weight in enumerate(uniform(0, 1, 40).tolist(), 1):
         product = product @ (weight * A[0] + (1 - weight) * A[1])
         assert torch.linalg.matrix_norm(product, 2) <= found.M_A * found.rho ** k * (1 + 1e-12)
@@ -212,61 +218,46 @@ def test_a_P_that_is_not_positive_certifies_nothing(scale, P):
 
 # ----------------------------------------------------------------------------------- reading a file
 
-def test_the_recurrence_of_every_layout_is_read(tmp_path):
+def test_the_recurrence_is_that_of_the_file(tmp_path):
     state = write_released_layout(tmp_path / "composer.pt", tiny.CONFIG)
-    wanted = [torch.stack([state[f"model.bert.encoder.layer.{y}.layer.mixer.{name}"].double()
-                           for y in range(tiny.CONFIG.n_layer)]) for name in ("A_log", "dt_bias")]
-    save_file({k: v.clone() for k, v in state.items() if k.endswith(("A_log", "dt_bias"))},
-              tmp_path / "alone.safetensors")            # the rest of the model is not needed
-    for name in ("composer.pt", "alone.safetensors"):
-        assert all(map(torch.equal, certify.read_recurrence(tmp_path / name), wanted))
+    found = certify.recurrence(load_backbone(tmp_path / "composer.pt"))
+    for name, values in zip(("A_log", "dt_bias"), found):
+        for y, row in enumerate(values):
+            wanted = state[f"model.bert.encoder.layer.{y}.layer.mixer.{name}"]
+            assert torch.equal(row, wanted.double())
 
 
-def broken(change):
-    state = {f"layers.{y}.mixer.{name}": torch.zeros(4) for y in range(3)
-             for name in ("A_log", "dt_bias")}
+def write_changed(work, name, change):
+    """The tiny backbone with one thing changed."""
+    state = load_file(work / "backbone.safetensors")
     change(state)
-    return state
+    save_file(state, work / name)
+    return work / name
 
 
-BROKEN = {
-    "layers.1.mixer.A_log is missing": lambda s: s.pop("layers.1.mixer.A_log"),
-    "layers.2.mixer.A_log is missing": lambda s: s.pop("layers.2.mixer.A_log"),
-    "layers.0.mixer.dt_bias is missing": lambda s: s.pop("layers.0.mixer.dt_bias"),
-    "layers.1.mixer.A_log is empty, NaN": lambda s: s["layers.1.mixer.A_log"].fill_(math.nan),
-    "layers.2.mixer.dt_bias is empty, NaN": lambda s: s["layers.2.mixer.dt_bias"].fill_(math.inf),
-    "layers.0.mixer.A_log is missing or of another size":
-        lambda s: s.update({"layers.0.mixer.A_log": torch.zeros(3)}),
-    "holds no Hydra layer": lambda s: (s.clear(), s.update(weight=torch.zeros(2)))}
-
-
-@pytest.mark.parametrize("said", BROKEN)
-def test_a_broken_file_is_named_with_what_it_lacks_and_status_2(work, said):
-    save_file(broken(BROKEN[said]), work / "broken.safetensors")
-    run = tiny.command("certify.py", "--weights", work / "broken.safetensors")
-    assert run.status == 2 and said in run.err and "broken.safetensors" in run.err
+@pytest.mark.parametrize("said, change", [
+    ("layers.1.mixer.A_log", lambda state: state.pop("layers.1.mixer.A_log")),
+    ("layers.1.mixer.A_log holds NaN", lambda state: state["layers.1.mixer.A_log"].fill_(math.nan)),
+    ("holds no tensors", lambda state: state.clear())])
+def test_a_broken_file_is_named_with_what_it_lacks_and_status_2(work, said, change):
+    run = tiny.command("certify.py", "--weights", write_changed(work, "broken.safetensors", change))
+    assert run.status == 2
+    assert said in run.err and "broken.safetensors" in run.err
     assert run.err.count("\n") == 1
 
 
-def test_an_empty_file_and_none_at_all_are_refused(work):
-    (work / "empty.pt").write_bytes(b"")
-    for name in ("empty.pt", "absent.pt"):
-        run = tiny.command("certify.py", "--weights", work / name)
-        assert run.status == 2 and name in run.err and run.err.count("\n") == 1
-
-
 def test_the_status_is_1_where_a_layer_does_not_certify(work):
-    save_file(broken(lambda s: s["layers.1.mixer.A_log"].fill_(-800)), work / "slow.safetensors")
-    run = tiny.command("certify.py", "--weights", work / "slow.safetensors")
-    assert run.status == 1 and "NOT certified: 2 of 3 layers" in run.out.splitlines()[-1]
+    slow = write_changed(work, "slow.safetensors", lambda s: s["layers.1.mixer.A_log"].fill_(-800))
+    run = tiny.command("certify.py", "--weights", slow)
+    assert run.status == 1
+    assert "NOT certified: 1 of 2 layers" in run.out.splitlines()[-1]
 
 
-def test_a_pickled_checkpoint_runs_no_code(work):
-    state = {f"model.bert.encoder.layer.{y}.layer.mixer.{name}": torch.zeros(4) for y in range(2)
-             for name in ("A_log", "dt_bias")}
-    write_composer_layout(work / "composer.pt", state)
+def test_a_pickled_checkpoint_is_certified(work):
+    write_released_layout(work / "composer.pt", tiny.CONFIG)
     run = tiny.command("certify.py", "--weights", work / "composer.pt")
-    assert run.status == 0 and "certified: 2 of 2 layers" in run.out.splitlines()[-1]
+    assert run.status == 0
+    assert "certified: 2 of 2 layers" in run.out.splitlines()[-1]
 
 
 # -------------------------------------------------------------------- what the hypotheses rest on
@@ -288,8 +279,10 @@ def test_an_untrained_adapter_reaches_nothing(model):
 
 
 def test_no_input_has_a_smaller_step_than_the_floor_and_one_has_it(model):
-    model, adapter = copy.deepcopy(model), awake_adapter(model.config)
-    h, d = model.config.nheads, model.config.d_model
+    model = copy.deepcopy(model)
+    adapter = awake_adapter(model.config)
+    h = model.config.nheads
+    d = model.config.d_model
     with torch.no_grad():
         for layer in model.layers:                       # the fixture's norms are the identity
             layer.norm.weight.copy_(uniform(0.5, 2, d, seed=3))
@@ -316,18 +309,22 @@ def text_draws(work, seqlen=40, n=9):
 
 
 def test_what_is_met_on_text_is_what_each_window_alone_shows(work, model):
-    adapter, draws = awake_adapter(model.config), text_draws(work)
-    draws.x0[3, 30:], draws.x_t[3, 30:] = draws.pad_id, draws.pad_id        # pads in one window
+    adapter = awake_adapter(model.config)
+    draws = text_draws(work)
+    draws.x0[3, 30:] = draws.pad_id                      # pads in one window
+    draws.x_t[3, 30:] = draws.pad_id
     smallest, slowest, share = certify.met_on_text(model, adapter, draws, dt_min=0.05)
-    steps, rates = [], []
+    steps = []
+    rates = []
     with torch.no_grad():
         for x_t, x0, t in zip(draws.x_t, draws.x0, draws.t):
             x_t = x_t[x0 != draws.pad_id][None]          # without its pads
-            layers = hydra_ssm.scan_inputs(
-                model, hydra_ssm.mixer_inputs(model, x_t, adapter(t[None])))
-            steps.append(torch.stack([dt[0] for dt, *_ in layers]))          # y l 2 h
-            rates.append(torch.stack([-dt[0] * A[0] for dt, A, *_ in layers]))
-    steps, rates = torch.cat(steps, 1), torch.cat(rates, 1)
+            inputs = certify.mixer_inputs(model, x_t, adapter(t[None]))
+            layers = certify.scan_inputs(model, inputs, adapter(t[None]))
+            steps.append(torch.stack([scan.dt[0] for scan in layers]))       # y l 2 h
+            rates.append(torch.stack([-scan.dt[0] * scan.A[0] for scan in layers]))
+    steps = torch.cat(steps, 1)
+    rates = torch.cat(rates, 1)
     close = {"rtol": 1e-4, "atol": 0}                    # float32, in batches of another shape
     torch.testing.assert_close(smallest, steps.amin((1, 2)).double(), **close)
     torch.testing.assert_close(slowest, rates.amin((1, 2)).double(), **close)
@@ -336,13 +333,14 @@ def test_what_is_met_on_text_is_what_each_window_alone_shows(work, model):
 
 @pytest.mark.parametrize("kernel", ("hypernet", "chebyshev", "dct"))
 def test_realised_radii_never_exceed_the_certified_ones(work, model, kernel):
-    adapter, draws = awake_adapter(model.config, kernel), text_draws(work)
+    adapter = awake_adapter(model.config, kernel)
+    draws = text_draws(work)
     A_log = torch.stack([layer.mixer.A_log for layer in model.layers]).double()
     smallest, slowest, _ = certify.met_on_text(model, adapter, draws)
     # Assume what this text does keep, so that all five hypotheses hold.
     found, met = certify.margins(A_log, model, adapter, draws, dt_min=smallest.min().item())
     assert tuple(found) == certify.HYPOTHESES and all(c.certified for c in found.values())
-    assert torch.equal(met["radius"], (-slowest.amin(-1)).exp())
+    assert torch.equal(met.radius, (-slowest.amin(-1)).exp())
     rates = {name: -torch.log1p(-c.distance) for name, c in found.items()}  # nats per step, y
     for name, rate in rates.items():                     # float32 beside float64
         assert (slowest.amin(-1) >= rate * (1 - 1e-5)).all(), name
@@ -387,13 +385,44 @@ def test_the_command_prints_every_layer_and_leaves_its_numbers_and_figure(work):
     assert (work / "runs/certify/fig1_certificate.png").stat().st_size > 10_000
 
 
-def test_the_last_line_names_the_adapter_whose_margin_fails(work, monkeypatch):
+def config(work, *adapters):
+    """The same as a certify.Config."""
+    return certify.Config(weights=str(work / "backbone.safetensors"), seqlen=24, windows=5,
+                          adapter=tuple(map(str, adapters)), data=(str(work / "text.txt"),))
+
+
+def test_the_last_line_names_the_adapter_whose_margin_fails(work, monkeypatch, capsys):
+    """Under a name that looks like a label: nothing takes labels apart."""
     monkeypatch.setattr(certify, "step_floor", lambda model, adapter: torch.zeros(2, 4))
-    given = certify.Config(weights=str(work / "backbone.safetensors"), seqlen=24, windows=5,
-                           adapter=(str(write_adapter(work, "dct", "dct.safetensors")),),
-                           data=(str(work / "text.txt"),))
-    result = certify.main(given)
+    path = write_adapter(work, "dct", "a, this text.safetensors")
+    result = certify.main(config(work, path))
     assert not result["certified"] and result["backbone"]["epsilon"][0] > 0
+    assert not any(result["adapters"]["a, this text"]["margins"]["any text"]["epsilon"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("NOT certified: 0 of 2 layers")
+    assert "least of all 0.000e+00 (a, this text, any text: layer 0" in last
+
+
+def test_the_numbers_are_written_before_the_picture(work, monkeypatch):
+    def fail(*args):
+        raise OSError("no picture today")
+    monkeypatch.setattr(common, "save_figure", fail)
+    result = work / "runs/certify/result.json"
+    result.unlink(missing_ok=True)
+    with pytest.raises(OSError, match="no picture"):
+        certify.main(config(work, "none"))
+    assert json.loads(result.read_text())["metrics"]["certified"]
+
+
+def test_the_figure_is_drawn_of_several_adapters_of_one_and_of_none(tmp_path):
+    certificate = certify.certify(uniform(-3, 3, 4, 6))
+    nothing = certify.certify(torch.zeros(4, 6), dt_min=0)      # a log axis has no place for it
+    found = dict.fromkeys(certify.HYPOTHESES, certificate) | {"any text": nothing}
+    sizes = []
+    for adapters in ({"a": found, "b": found}, {"a": found}, {}):
+        certify.draw_certificate(certificate, adapters, tmp_path / "figure.png")
+        sizes.append((tmp_path / "figure.png").stat().st_size)
+    assert min(sizes) > 10_000 and sizes[1] > sizes[2]
 
 
 @pytest.mark.parametrize("dt_min, loud", [("1.0", True), ("1e-12", False)])

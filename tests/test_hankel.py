@@ -148,12 +148,13 @@ def test_the_closed_form_of_markov_is_the_hankel_value_of_a_small_diagonal_syste
     rate = 0.03
     B = torch.from_numpy(rng.normal(size=(5, 1)))
     C = torch.from_numpy(rng.normal(size=(1, 5)))
-    op = markov.Operator(*(torch.full((1, 1, 1, 1), v, dtype=torch.float64)
-                           for v in ((C @ B).item(), rate, 1, 1, 1)))
+    fields = [torch.full((1, 1, 1, 1), value, dtype=torch.float64)
+              for value in ((C @ B).item(), rate, 1, 1, 1)]
+    response = markov.ImpulseResponse(*fields)
     system = hankel.DiagonalSystem(torch.full((5,), rate).double(), B, C)
     sigma = hankel.hankel_singular_values(*hankel.gramians(system))
     want = abs((C @ B).item()) / (1 - math.exp(-2 * rate))
-    assert markov.hankel_singular_value(op).item() == pytest.approx(want, rel=1e-10)
+    assert markov.hankel_singular_value(response).item() == pytest.approx(want, rel=1e-10)
     assert sigma[0].item() == pytest.approx(want, rel=1e-7)  # float32's rate
     assert (sigma[1:] < 1e-6 * want).all()  # square roots of rounding errors
 
