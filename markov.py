@@ -44,7 +44,7 @@ from checkpoint import check_vocabulary, load_adapters, load_backbone
 from chunk_scan import A_MIN
 from data import Windows, held_out_split, load_corpus, maskable_tokens, noise_generator
 from hydra_ssm import Modulation
-from mark_adapters import MAGNITUDES
+from mark_adapters import MAGNITUDES, MarkAdapter
 from text import make_tokenizer
 
 TIMES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of Figure 3
@@ -218,6 +218,26 @@ def analyse(model, adapter, inputs, grid, attention_mask=None, zoh=False):
     }
 
 
+def memory_ratios(model, adapter, draws, modulate="full", times=(0.0, 0.5, 1.0), windows=8):
+    """{t: profile h_k of the operators at t over the frozen one's, a list over LAGS}, on masked
+    windows of evaluate.py's Draws. Empty for an adapter that leaves the recurrence alone.
+    """
+    adapter = getattr(adapter, "geometry", adapter)  # of LoRA with a geometry
+    if not isinstance(adapter, MarkAdapter):
+        return {}
+    device = model.word_embeddings.weight.device
+    x_t = draws.x_t[:windows].to(device)                                  # b l
+    real = draws.x0[:windows].to(device) != draws.pad_id
+    inputs = mixer_inputs(model, x_t, None, real)
+    frozen = profile(frozen_operator(model, inputs, None, real), LAGS)    # k
+    found = {}
+    for t in times:
+        modulation = adapter(torch.full((len(x_t),), t, device=device)).keep(modulate)
+        at_t = profile(frozen_operator(model, inputs, modulation, real), LAGS)
+        found[t] = (at_t / frozen).tolist()
+    return found
+
+
 def ratio_quartiles(responses, frozen):
     """Of each response, the quartiles over tokens of its profile over frozen's: [[low, high], ...],
     a list over LAGS each.
@@ -266,6 +286,17 @@ def colors_of_times():
     """A colour for each of TIMES, from dark to light."""
     from matplotlib import colormaps
     return [colormaps["viridis"](0.9 * t) for t in TIMES]
+
+
+def draw_memory(ax, ratios):
+    """`memory_ratios` as one panel."""
+    for (t, ratio), color in zip(ratios.items(), ("#440154", "#21918c", "#d9a400")):
+        ax.plot(LAGS + 1, ratio, color=color, label=f"t = {t:g}")
+    ax.axhline(1, color="0.3", ls="--", lw=1, label="frozen")
+    title = "what t does to memory" if ratios else "the recurrence is left alone"
+    ax.set(xscale="log", xlabel="distance (tokens)", ylabel="$h_k$ over the frozen one's",
+           title=title)
+    ax.legend(frameon=False, fontsize=8)
 
 
 def draw_profiles(by_adapter, path):
