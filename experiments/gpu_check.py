@@ -30,7 +30,7 @@ which is left. More fusion could still save 0.23: D's own pass over x, x read on
 direction's states, and the pass that modulates B and C.
 
 Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians over the rounds
-          error   the norm of the difference over the norm of what is right, the worst of all tensors
+          error   norm of the difference over the norm of what is right, the worst of all tensors
 Differs from the paper: this compares implementations on one input in one run; Table 3's protocol is
           bench.py --preset paper. No GPU time has been measured yet.
 """
@@ -59,8 +59,8 @@ SMALL = HydraConfig(260, d_model=64, n_layer=2, d_state=16, headdim=16)  # sizes
 REHEARSAL = HydraConfig(d_model=64, n_layer=1)
 SIZES = {"cuda": ((8, 4096), (1, 512)), "cpu": ((1, 64),)}               # (b, l) that are timed
 
-# Of an error. In a training step, the angle 1000 t of c_t is rounded before its sine is taken, which
-# alone moves float32 gradients by 1e-4; in bfloat16 the roundings of all layers come together.
+# Of an error. In a training step the angle 1000 t of c_t is rounded before its sine is taken: this
+# alone moves float32 gradients by 1e-4. In bfloat16 the roundings of all layers come together.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 TRAINING_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
@@ -77,12 +77,13 @@ class Config:
 
 
 def worst_error(got, want):
-    """The largest error of pairs of tensors. NaN where one is not finite."""
+    """The largest error of pairs of tensors: of a zero tensor, the norm of what is in its place.
+    NaN where a value is.
+    """
     errors = []
     for value, right in zip(got, want, strict=True):
-        difference = (value.to(right) - right).norm()
-        relative = difference / right.norm()
-        errors.append(torch.where(difference == 0, 0.0, relative))  # nothing is off from nothing
+        norm = right.norm()
+        errors.append((value.to(right) - right).norm() / torch.where(norm == 0, 1.0, norm))
     return torch.stack(errors).max().item()
 
 
