@@ -261,11 +261,18 @@ class Case(NamedTuple):
 
 def mamba_scan(x, dt, A, B, C, D):
     """mamba-ssm's scan as Hydra calls it (github.com/goombalab/hydra at 0daa208, modules/hydra.py):
-    on a batch of both directions, one of them flipped, and with its outputs shifted by one."""
+    on a batch of both directions, one of them flipped, and with its outputs shifted by one.
+    """
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-    dt, B, C = (torch.cat([v[:, :, 0], v[:, :, 1].flip(1)]) for v in (dt, B, C))
-    y = mamba_chunk_scan_combined(torch.cat([x, x.flip(1)]), dt, A, B, C, chunk_size=256)
-    forward, backward = F.pad(y[:, :-1], (0, 0, 0, 0, 1, 0)).chunk(2)
+
+    def both_directions(v):
+        return torch.cat([v[:, :, 0], v[:, :, 1].flip(1)])                   # 2b l ...
+
+    y = mamba_chunk_scan_combined(
+        torch.cat([x, x.flip(1)]), both_directions(dt), A, both_directions(B), both_directions(C),
+        chunk_size=256)                                                      # 2b l h p
+    shifted = F.pad(y[:, :-1], (0, 0, 0, 0, 1, 0))
+    forward, backward = shifted.chunk(2)                                     # b l h p
     return forward + backward.flip(1) + D[..., None].to(x.dtype) * x
 
 
