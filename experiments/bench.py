@@ -1,19 +1,22 @@
 """What conditioning on t costs: latency, memory and parameters (Table 3), training, scaling.
 
-Run:      python bench.py              (the shipped model and the released size, under 2 minutes)
-          python bench.py --preset paper --publish   (Table 3's protocol, on a GPU; not run yet)
-          python bench.py --gpu-check  (a CUDA machine: the scan's gradients first, then times; nor)
+Run:      python -m experiments.bench                  (the shipped model and the released size,
+                                                        2 minutes)
+          python -m experiments.bench --preset paper   (Table 3's protocol, on a GPU; not run yet)
+          python -m experiments.publish runs/bench --name laptop
 Last line: "the paper's training, computed: ..."
 
 Table 3 finds MaRK 14 to 16 % slower at length 4096 and 65 to 104 % at 512: a constant 37 to 42 ms,
 which is the launches of a Python loop over 23 layers. Here all layers' adapters are one stacked
-evaluation, applied in one operation a layer; a sampler evaluates them once for all of its steps
-(`sample.unmask`), the rows "all t at once".
+evaluation. A sampler evaluates them once for all of its steps (`sample.unmask`), the rows "all t at
+once". Applying the result is five small operations a layer. A frozen pass has the same five, on
+zeros and ones; AdaLN's five and injection's one come on top of them.
 
 Symbols:  b batch, l length; ms, milliseconds
           overhead   median over passes of a variant's time over frozen's, less 1; the two are timed
                      one after the other, and ± is Student-t's 95 % over seeds
           operation  a dispatched ATen operation that is no view
+          to apply   the operations that read the modulation, or what is made of it alone
 Differs from the paper: hidden states only, as no sampler projects all positions to the vocabulary;
           so overheads here are the larger ones. Memory is that of the weights and of the most
           that new tensors hold at once, counted on a CPU. No GPU time has been measured yet.
@@ -21,397 +24,393 @@ Differs from the paper: hidden states only, as no sampler projects all positions
 import dataclasses
 import functools
 import statistics
-import weakref
+from typing import Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 import common
 from cart import cart_loss, cart_weights, masked_cross_entropy
-from evaluate import mean_error, show
-from experiments.gpu_check import check, make_model, milliseconds
+from experiments.measure import Count, make_model, milliseconds, peak_mib, timed
+from experiments.plan import paper_run, plan_table
 from hydra_ssm import HydraBert, HydraConfig, Modulation
 from mark_adapters import GEOMETRIES, adapter_size, make_adapter
-from sample import at
-from train import PRESETS as RUNS
 
-BASELINES = ("inject", "adaln")                                     # beside the GEOMETRIES
-LENGTHS, DEPTHS = (512, 1024, 2048, 4096, 8192), (2, 4, 8, 16)      # of the scaling
-TIMES = 64                                                          # of a sampler's grid
+BASELINES = ("inject", "adaln")
 RELEASED = HydraConfig()
-# Dense bfloat16 TFLOP/s and TB/s of NVIDIA's data sheets: A100-SXM4-80GB, GH200-96GB, H200-SXM.
-GPUS = {"A100": (312, 2.04), "GH200": (989, 4.0), "H200": (989, 4.8)}
+TIMES = 64                                                  # of a sampler's grid
+LENGTHS = (512, 1024, 2048, 4096, 8192)                     # of the scaling
+DEPTHS = (2, 4, 8, 16)
+SHIPPED_BATCH = (16, 128)                                   # b, l of a training step
+RELEASED_BATCH = {"cpu": (1, 256), "cuda": (4, 4096)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Measure the cost of each conditioner; --preset paper is Table 3's protocol."""
-    preset: str = "laptop"                 # or "paper"
-    gpu_check: bool = False                # the scan and the model against references, in its place
+    preset: Literal["laptop", "paper"] = "laptop"
     weights: str = "small"                 # backbone: "small", a path, or "random": released size
     mlp_dim: int = 64                      # of the adapters; 256 in the paper
     batch: int = 8
     length: tuple[int, ...] = (64, 256)
     seeds: int = 5
     passes: int = 3                        # of each variant, for each seed
-    device: str = "auto"                   # "auto", "cpu" or "cuda"
-    out: str = "runs/bench"                # folder of result.json and cost.png
-    publish: bool = False                  # also write results/bench/ and figures/
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    out: str = "runs/bench"                # folder of result.json and table3_<preset>.png
     seed: int = 42
 
 
-PRESETS = {"laptop": {}, "paper": dict(weights="random", mlp_dim=256, length=(512, 4096), seeds=15,
-                                       passes=100, device="cuda")}
+PRESETS = {
+    "laptop": {},
+    "paper": dict(weights="random", mlp_dim=256, length=(512, 4096), seeds=15, passes=100,
+                  device="cuda", out="runs/bench_paper"),
+}
 
 
-# ---- measuring -----------------------------------------------------------------------------------
+# ---- Table 3: latency, memory and parameters -----------------------------------------------------
 
 
-class Count(TorchDispatchMode):
-    """Of what runs under it: `operations` that are no views, the `sizes` in elements of new tensors
-    and the `peak` of bytes that these held (what is made and dropped inside a kernel is unseen).
-    """
+class Variant(NamedTuple):
+    """What is timed: a pass with a conditioner."""
+    kernel: str             # of make_adapter; "none" is the frozen pass
+    at_once: bool = False   # all times of a sampler's grid are evaluated beforehand
 
-    def __init__(self):
-        super().__init__()
-        self.operations, self.sizes, self.live, self.peak = 0, [], 0, 0
-        self.known = weakref.WeakSet()
-
-    def free(self, n):
-        self.live -= n
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
-        out = func(*args, **(kwargs or {}))
-        self.operations += not func.is_view
-        for tensor in filter(torch.is_tensor, tree_leaves(out)):
-            storage = tensor.untyped_storage()
-            if storage not in given and storage not in self.known:  # neither a view nor in place
-                self.known.add(storage)
-                self.sizes.append(tensor.numel())
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self.free, storage.nbytes())
-        return out
+    @property
+    def label(self):
+        """In tables, the figure and result files."""
+        if self.kernel == "none":
+            return "frozen"
+        if self.at_once:
+            return f"{self.kernel}, all t at once"
+        return self.kernel
 
 
-def peak_mib(function, *modules):
-    """MiB of one call: what its new tensors hold at most, and the weights of the modules."""
-    weights = [p for module in modules if module for p in module.parameters()]
-    if weights[0].is_cuda:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        with Count() as count:
-            function()
-        peak = count.peak
-    return (peak + sum(p.numel() * p.element_size() for p in weights)) / 2**20
+FROZEN = Variant("none")
+VARIANTS = (FROZEN, *(Variant(name) for name in (*BASELINES, *GEOMETRIES)),
+            *(Variant(name, at_once=True) for name in GEOMETRIES))
 
 
-def variants(model, adapters, ids, t):
-    """{name: a forward pass of ids (b, l) at t (b,)}: frozen, each adapter, and the geometries with
-    all times of a sampler's grid evaluated beforehand."""
-    grid, index = torch.linspace(0, 1, TIMES, device=t.device), (t * (TIMES - 1)).long()
-    cases = {"frozen": lambda: model.hidden(ids)}
-    for name, adapter in adapters.items():
-        cases[name] = lambda adapter=adapter: model.hidden(ids, adapter(t))
-    for name in GEOMETRIES:
-        found = adapters[name](grid)
-        cases[f"{name}, all t at once"] = lambda found=found: model.hidden(ids, at(found, index))
-    return cases
+def forward_pass(variant, model, adapter, ids, t):
+    """A function that runs the variant once, on ids (b, l) at t (b,)."""
+    if not variant.at_once:
+        return lambda: model.hidden(ids, adapter(t))
+    grid = adapter(torch.linspace(0, 1, TIMES, device=t.device))
+    index = (t * (TIMES - 1)).long()
+    return lambda: model.hidden(ids, grid.at(index))
+
+
+def time_pairs(passes, rounds, device):
+    """{variant: [(ms of the frozen pass, ms of the variant right after it), ...]}."""
+    pairs = {variant: [] for variant in passes}
+    for function in passes.values():
+        function()  # warm-up
+    for _ in range(rounds):
+        for variant, function in passes.items():
+            frozen = milliseconds(passes[FROZEN], device)
+            pairs[variant].append((frozen, milliseconds(function, device)))
+    return pairs
 
 
 @torch.no_grad()
 def cost(cfg, model, device):
-    """Table 3: {variant: its sizes, and for each length ms and overhead, one value per seed}."""
-    total, rows = sum(p.numel() for p in model.parameters()), {}
+    """Table 3: {label of a variant: its sizes, and for each length ms and overhead, one value per
+    seed, and MiB}."""
+    total = sum(p.numel() for p in model.parameters())
+    rows = {}
+    for variant in VARIANTS:
+        rows[variant.label] = {"total": total, "ms": {l: [] for l in cfg.length},
+                               "overhead": {l: [] for l in cfg.length}, "mib": {}}
     jobs = [(l, seed) for l in cfg.length for seed in range(cfg.seeds)]
     for l, seed in common.progress(jobs, desc="latency"):
         torch.manual_seed(cfg.seed + 100 * seed)
-        adapters = {name: make_adapter(name, model.config, mlp_dim=cfg.mlp_dim).to(device)
-                    for name in (*BASELINES, *GEOMETRIES)}
+        adapters = {}
+        for name in ("none", *BASELINES, *GEOMETRIES):
+            adapter = make_adapter(name, model.config, mlp_dim=cfg.mlp_dim)
+            adapters[name] = adapter.to(device)
         ids = torch.randint(model.config.vocab_size, (cfg.batch, l)).to(device)
-        cases = variants(model, adapters, ids, torch.rand(cfg.batch).to(device))
-        for case in cases.values():
-            case()  # warm-up
-        pairs = {name: [] for name in cases}  # of times: the frozen pass, and then the variant
-        for _ in range(cfg.passes):
-            for name, case in cases.items():
-                pairs[name].append([milliseconds(f, device) for f in (cases["frozen"], case)])
-        for name, case in cases.items():
-            adapter = adapters.get(name.partition(",")[0])
-            row = rows.setdefault(name, {
-                "total": total, "added": adapter_size(adapter) if adapter else 0, "ms": {},
-                "overhead": {}, "mib": {}})
-            row["ms"].setdefault(l, []).append(statistics.median(ms for _, ms in pairs[name]))
-            row["overhead"].setdefault(l, []).append(
-                100 * statistics.median(ms / frozen - 1 for frozen, ms in pairs[name]))
+        t = torch.rand(cfg.batch).to(device)
+        passes = {}
+        for variant in VARIANTS:
+            passes[variant] = forward_pass(variant, model, adapters[variant.kernel], ids, t)
+
+        for variant, pairs in time_pairs(passes, cfg.passes, device).items():
+            adapter = adapters[variant.kernel]
+            row = rows[variant.label]
+            row["added"] = adapter_size(adapter)
+            row["ms"][l].append(statistics.median(ms for _, ms in pairs))
+            ratio = statistics.median(ms / frozen for frozen, ms in pairs)
+            row["overhead"][l].append(100 * (ratio - 1))
             if seed == 0:
-                row["mib"][l] = peak_mib(case, model, adapter)
+                row["mib"][l] = peak_mib(passes[variant], model, adapter)
     return rows
 
 
 def cost_table(rows, lengths):
-    return common.markdown(
-        ["variant", "parameters", "added, beside c_t's MLP", *(
-            f"{what}, length {l}" for l in lengths for what in ("ms", "overhead, %", "MiB"))],
-        *([name, f"{row['total'] + row['added']:,}", f"{row['added']:,}", *(
-            cell for l in lengths for cell in (
-                show(row["ms"][l], "", 1, student=True), "" if name == "frozen" else
-                show(row["overhead"][l], "+", 1, student=True),
-                f"{row['mib'][l]:.1f}"))] for name, row in rows.items()))
+    head = ["variant", "parameters", "added, beside c_t's MLP"]
+    for l in lengths:
+        head += [f"ms, length {l}", f"overhead, %, length {l}", f"MiB, length {l}"]
+    lines = []
+    for label, row in rows.items():
+        line = [label, f"{row['total'] + row['added']:,}", f"{row['added']:,}"]
+        for l in lengths:
+            overhead = common.interval(row["overhead"][l]).show("+", 1)
+            if label == FROZEN.label:
+                overhead = ""
+            line += [common.interval(row["ms"][l]).show("", 1), overhead, f"{row['mib'][l]:.1f}"]
+        lines.append(line)
+    return common.markdown(head, *lines)
 
 
 # ---- the adapters alone, at the released size ----------------------------------------------------
 
 
+class Applied(NamedTuple):
+    """What a pass of one layer under a modulation does."""
+    operations: int
+    reading: int     # of them, those that read the modulation, or what is made of it alone
+    large: int       # new tensors of the size of (b, l, d_inner), or larger
+
+
+def count_layer(config, modulation):
+    """The Applied of a modulation of 8 times, all layers being alike. Counted on tensors without
+    data, in float32: a GPU's compiled steps cannot be counted.
+    """
+    first = {name: value[:1].to("meta") for name, value in vars(modulation).items()
+             if isinstance(value, torch.Tensor)}
+    modulation = dataclasses.replace(modulation, **first)
+    with torch.device("meta"):
+        model = HydraBert(dataclasses.replace(config, n_layer=1))
+        ids = torch.empty(8, 64, dtype=torch.int64)
+        with Count(watched=first) as count:
+            model.hidden(ids, modulation)
+    large = [size for size in count.sizes if size >= ids.numel() * config.d_inner]
+    return Applied(count.operations, count.reading, len(large))
+
+
 @torch.no_grad()
 def adapters_alone(model, device, rounds=9):
-    """Operations of an adapter, of applying it, and its time beside one frozen pass at (8, 512)."""
-    config, t = model.config, torch.rand(8).to(device)
+    """{adapter: its operations, those that apply it, and its time beside one frozen pass}."""
+    config = model.config
+    t = torch.rand(8).to(device)
     ids = torch.randint(config.vocab_size, (8, 512)).to(device)
     model.hidden(ids[:2])  # warm-up
-    frozen, rows = milliseconds(lambda: model.hidden(ids), device), {}
-    with torch.device("meta"):  # counted without data, as no GPU's compiled steps can be
-        counted, few = HydraBert(config), torch.empty(8, 64, dtype=torch.int64)
-
-    def passes(**modulation):
-        with Count() as count:
-            counted.hidden(few, Modulation(**{k: v.to("meta") for k, v in modulation.items()}))
-        return count.operations, sum(size >= 8 * 64 * config.d_inner for size in count.sizes)
-
-    operations, large = passes()
+    frozen_ms = milliseconds(lambda: model.hidden(ids), device)
+    frozen = count_layer(config, Modulation())
+    rows = {}
     for name in (*BASELINES, *GEOMETRIES):
-        adapter = make_adapter(name, config)
+        adapter = make_adapter(name, config, init="default")  # quickly made; the cost is the same
         with Count() as count:
             modulation = adapter(t.cpu())
-        applied, applied_large = passes(**{k: v for k, v in vars(modulation).items()
-                                           if v is not None})
+        applied = count_layer(config, modulation)
         adapter.to(device)
-        rows[name] = {"operations": count.operations,
-                      "to_apply": (applied - operations) / config.n_layer,
-                      "large_passes": applied_large - large, "frozen_ms": frozen,
-                      "ms": statistics.median(milliseconds(lambda: adapter(t), device)
-                                              for _ in range(rounds))}
+        times = [milliseconds(lambda: adapter(t), device) for _ in range(rounds)]
+        rows[name] = {
+            "operations": count.operations,
+            "to_apply": applied.reading,                                # in a layer
+            "beyond_frozen": applied.operations - frozen.operations,    # in a layer
+            "large_passes": config.n_layer * (applied.large - frozen.large),
+            "frozen_ms": frozen_ms,
+            "ms": statistics.median(times)}
     return rows
 
 
 def alone_table(rows):
+    lines = []
+    for name, row in rows.items():
+        lines.append([name, row["operations"], row["to_apply"], row["beyond_frozen"],
+                      row["large_passes"], f"{row['ms']:.1f}",
+                      f"{100 * row['ms'] / row['frozen_ms']:.3f}"])
     return common.markdown(
         ["23 layers, (b, l) = (8, 512)", "operations, all layers together",
-         "operations to apply, per layer", "new tensors of (b, l, d_inner)", "alone, ms",
-         "of a frozen pass, %"],
-        *([name, row["operations"], f"{row['to_apply']:.1f}", row["large_passes"],
-           f"{row['ms']:.1f}", f"{100 * row['ms'] / row['frozen_ms']:.3f}"]
-          for name, row in rows.items()))
+         "operations to apply, per layer", "more than in a frozen pass, per layer",
+         "new tensors of (b, l, d_inner)", "alone, ms", "of a frozen pass, %"], *lines)
 
 
 # ---- a training step -----------------------------------------------------------------------------
 
 
+def masked_loss(model, hidden, x0, masked):
+    """Eq. 23 of the masked tokens; hidden (b, l, d)."""
+    ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
+    return cart_loss(ce, masked, cart_weights(masked))
+
+
 def training_step(model, adapter, optimizer, b, l, seed=42):
     """One step like train.py's, on random tokens: {part: ms}. Half of them are masked."""
     generator = torch.Generator().manual_seed(seed)
-    device, spent = model.word_embeddings.weight.device, {}
-    x0 = torch.randint(model.config.vocab_size, (b, l), generator=generator).to(device)
-    masked = (torch.rand(b, l, generator=generator) < 0.5).to(device)
+    weight = model.word_embeddings.weight
+    time = functools.partial(timed, device=weight.device.type)
+    x0 = torch.randint(model.config.vocab_size, (b, l), generator=generator).to(weight.device)
+    masked = (torch.rand(b, l, generator=generator) < 0.5).to(weight.device)
+    t = torch.full((b,), 0.5, device=weight.device)
 
-    def part(name, function, *inputs):
-        out = []
-        spent[name] = milliseconds(lambda: out.append(function(*inputs)), device.type)
-        return out[0]
-
-    def loss(hidden):
-        ce = masked_cross_entropy(hidden[masked], x0[masked], model.head)
-        return cart_loss(ce, masked, cart_weights(masked))
-
-    modulation = part("adapter", adapter, torch.full((b,), 0.5, device=device))
-    hidden = part("backbone", model.hidden, x0, modulation)
-    part("backward", part("head and loss", loss, hidden).backward)
-    part("clip", torch.nn.utils.clip_grad_norm_, adapter.parameters(), 1.0)
-    part("optimiser", optimizer.step)
+    ms = {}
+    modulation, ms["adapter"] = time(adapter, t)
+    hidden, ms["backbone"] = time(model.hidden, x0, modulation)
+    loss, ms["head and loss"] = time(masked_loss, model, hidden, x0, masked)
+    _, ms["backward"] = time(loss.backward)
+    _, ms["clip"] = time(torch.nn.utils.clip_grad_norm_, adapter.parameters(), 1.0)
+    _, ms["optimiser"] = time(optimizer.step)
     optimizer.zero_grad()
-    return spent
+    return ms
 
 
 def training(model, b, l, mlp_dim, rounds=3):
     """Times, memory and the share of each part, without and with gradient checkpointing."""
-    device, rows = model.word_embeddings.weight.device.type, {}
-    for checkpointing in (False, True):
+    device = model.word_embeddings.weight.device.type
+    rows = {}
+    for name in ("plain", "checkpointing"):
         torch.manual_seed(42)
-        model.checkpointing = checkpointing
+        model.checkpointing = name == "checkpointing"
         adapter = make_adapter("chebyshev", model.config, mlp_dim=mlp_dim).to(device)
         optimizer = torch.optim.AdamW(adapter.parameters(), fused=True)
         step = functools.partial(training_step, model, adapter, optimizer, b, l)
         step()  # warm-up
-        spent = [step() for _ in range(rounds)]
-        medians = {name: statistics.median(each[name] for each in spent) for name in spent[0]}
-        rows["checkpointing" if checkpointing else "plain"] = {
-            "parts": medians, "ms": sum(medians.values()), "batch": b, "length": l,
-            "tokens_per_second": 1e3 * b * l / sum(medians.values()),
-            "mib": peak_mib(step, model, adapter)}
+        steps = [step() for _ in range(rounds)]
+        parts = {}
+        for part in steps[0]:
+            parts[part] = statistics.median(ms[part] for ms in steps)
+        total = sum(parts.values())
+        rows[name] = {"parts": parts, "ms": total, "batch": b, "length": l,
+                      "tokens_per_second": 1e3 * b * l / total,
+                      "mib": peak_mib(step, model, adapter)}
     model.checkpointing = False
     return rows
 
 
-def training_table(rows):
-    names = list(next(iter(rows.values()))["plain"]["parts"])
-    return common.markdown(
-        ["model, (b, l)", "", "tokens/s", "MiB", *(f"{name}, %" for name in names)],
-        *([f"{model}, ({row['batch']}, {row['length']})", kind,
-           f"{row['tokens_per_second']:,.0f}", f"{row['mib']:,.0f}",
-           *(f"{100 * row['parts'][name] / row['ms']:.1f}" for name in names)]
-          for model, both in rows.items() for kind, row in both.items()))
+def training_table(found):
+    """found: {model: what `training` returns}."""
+    lines = []
+    for model, rows in found.items():
+        for name, row in rows.items():
+            line = [f"{model}, ({row['batch']}, {row['length']})", name,
+                    f"{row['tokens_per_second']:,.0f}", f"{row['mib']:,.0f}"]
+            line += [f"{100 * ms / row['ms']:.1f}" for ms in row["parts"].values()]
+            lines.append(line)
+    parts = [f"{part}, %" for part in row["parts"]]
+    return common.markdown(["model, (b, l)", "", "tokens/s", "MiB", *parts], *lines)
 
 
-# ---- scaling, and the paper's run ----------------------------------------------------------------
+# ---- scaling -------------------------------------------------------------------------------------
+
+
+def median_times(passes, device, rounds):
+    """{name: median ms}: in each round every pass is timed once, one after the other."""
+    times = {name: [] for name in passes}
+    for function in passes.values():
+        function()  # warm-up
+    for _ in range(rounds):
+        for name, function in passes.items():
+            times[name].append(milliseconds(function, device))
+    return {name: statistics.median(ms) for name, ms in times.items()}
 
 
 @torch.no_grad()
 def scaling(model, device, rounds=5):
     """Median ms of a frozen pass at (1, l), and of models of 2 to 16 layers at (1, 1024)."""
-    def sweep(passes):
-        for function in passes.values():
-            function()  # warm-up
-        times = [{k: milliseconds(function, device) for k, function in passes.items()}
-                 for _ in range(rounds)]
-        return {k: statistics.median(each[k] for each in times) for k in passes}
-
-    draw = functools.partial(torch.randint, model.config.vocab_size, device=device)
-    models = {n: make_model(dataclasses.replace(model.config, n_layer=n), device) for n in DEPTHS}
-    return {"length": sweep({l: functools.partial(model.hidden, draw((1, l))) for l in LENGTHS}),
-            "layers": sweep({n: functools.partial(m.hidden, draw((1, 1024)))
-                             for n, m in models.items()})}
+    config = model.config
+    by_length = {}
+    for l in LENGTHS:
+        ids = torch.randint(config.vocab_size, (1, l), device=device)
+        by_length[l] = functools.partial(model.hidden, ids)
+    by_depth = {}
+    for n in DEPTHS:
+        deep = make_model(dataclasses.replace(config, n_layer=n), device)
+        ids = torch.randint(config.vocab_size, (1, 1024), device=device)
+        by_depth[n] = functools.partial(deep.hidden, ids)
+    return {"length": median_times(by_length, device, rounds),
+            "layers": median_times(by_depth, device, rounds)}
 
 
 def scaling_table(found):
-    """Of each length and depth: ms, and ms for each 1024 tokens or layer over their mean."""
-    rows = []
-    for key, times in found.items():
-        each = {k: ms / k for k, ms in times.items()}
+    """Of each length and depth: ms, and ms for a token or a layer over their mean."""
+    lines = []
+    for what, times in found.items():
+        each = {size: ms / size for size, ms in times.items()}
         mean = statistics.fmean(each.values())
-        rows += [[f"{key} {k}", f"{times[k]:.0f}", f"{v / mean:.2f}"] for k, v in each.items()]
-    return common.markdown(["frozen pass", "ms", "ms / (length or layers), over the mean"], *rows)
+        for size, ms in times.items():
+            lines.append([f"{what} {size}", f"{ms:.0f}", f"{each[size] / mean:.2f}"])
+    return common.markdown(["frozen pass", "ms", "ms / (length or layers), over the mean"], *lines)
 
 
-def plan():
-    """The paper's run, computed from what a token takes: hours[row][GPU][number of them].
-
-    Rows: at the data sheets' rates, compute and memory one after the other; at the share of them
-    that the paper's frozen pass reaches; and so with the bytes that the reference modules move.
-    """
-    run, config = RUNS["paper"], RELEASED
-    tokens = run["steps"] * run["global_batch"] * run["seqlen"]
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as flops:
-        HydraBert(config).hidden(torch.zeros(1, run["seqlen"], dtype=torch.long))
-    counts = {str(op): n / run["seqlen"] for op, n in flops.get_flop_counts()["Global"].items()}
-    scan = counts["aten.bmm"]
-    linear = sum(counts.values()) - scan
-    head = 2 * config.d_model * (config.vocab_size + config.d_model)
-    layers, reference = (config.n_layer * gb * 1e9 / (8 * 4096) for gb in (2.12, 4.97))
-    # Forward, again for checkpointing, and backward: no gradient of a frozen weight, so once for a
-    # linear map and twice for the scan and the bytes. Half of the tokens are masked and reach the
-    # head; a logit is 48 bytes: 2 written, read, 4 for its float32, read, 4 for its logarithm, all
-    # again, and as many for the gradient.
-    flop = 3 * linear + 4 * scan + 3 * head / 2
-    ours, theirs = (4 * moved + 48 * config.vocab_size / 2 for moved in (layers, reference))
-
-    def seconds(gpu, flop, moved):
-        teraflops, terabytes = GPUS[gpu]
-        return flop / (1e12 * teraflops) + moved / (1e12 * terabytes)
-
-    frozen = 8 * 4096 * seconds("A100", linear + scan + head, reference + 6 * config.vocab_size)
-    slower = 0.26743 / frozen                                              # Table 3
-    hours = {row: {gpu: {n: tokens * seconds(gpu, flop, moved) * factor / n / 3600 for n in (1, 2)}
-                   for gpu in GPUS}
-             for row, moved, factor in (("at the data sheets' rates", ours, 1),
-                                        (f"at {1 / slower:.0%} of them, as Table 3", ours, slower),
-                                        ("and with the reference's bytes", theirs, slower))}
-    return {"tokens": tokens, "flop": flop, "scan_flop": scan, "bytes": ours,
-            "reference_bytes": theirs, "slower_than_data_sheets": slower, "hours": hours}
+# ---- the figure ----------------------------------------------------------------------------------
 
 
-def plan_table(found):
-    return common.markdown(
-        ["computed, not measured", *(f"{n} x {gpu}, hours" for gpu in GPUS for n in (1, 2))],
-        *([row, *(f"{hours[gpu][n]:.1f}" for gpu in GPUS for n in (1, 2))]
-          for row, hours in found["hours"].items()))
+def draw_overheads(ax, rows, lengths):
+    """Bars of every variant's overhead at each length, with its interval where there is one."""
+    labels = [label for label in rows if label != FROZEN.label]
+    height = 0.8 / len(lengths)
+    for i, l in enumerate(lengths):
+        found = [common.interval(rows[label]["overhead"][l]) for label in labels]
+        offset = (i + 0.5) * height - 0.4
+        halves = [each.half for each in found]
+        ax.barh([k + offset for k in range(len(labels))], [each.mean for each in found],
+                0.95 * height, xerr=halves if found[0].n > 1 else None, label=f"length {l}")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.invert_yaxis()
+    ax.axvline(0, color="black", lw=0.8)
+    ax.set(xlabel="overhead over the frozen pass, %", title="what conditioning costs")
+    ax.legend(frameon=False, loc="lower right")
 
 
-def draw(result, path):
-    """Overheads with their intervals, and latency against length and depth beside a line."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
+def draw_scaling(ax, times, title, xlabel):
+    """Time against a size, beside a line through the last point that is proportional to it."""
+    sizes = list(times)
+    ms = list(times.values())
+    ax.plot(sizes, ms, "o-")
+    ax.plot(sizes, [ms[-1] * size / sizes[-1] for size in sizes], "k:", label="proportional")
+    ax.set(xlabel=xlabel, ylabel="ms", title=title, xscale="log", yscale="log")
+    ax.set_xticks(sizes, sizes)
+    ax.minorticks_off()
+    ax.legend(frameon=False)
+
+
+def draw_bench(result, lengths, path):
+    figure = common.new_figure(12, 3.4)
     overhead, length, layers = figure.subplots(1, 3, width_ratios=(5, 3, 3))
-    rows = {name: row for name, row in result["cost"].items() if name != "frozen"}
-    lengths = len(next(iter(rows.values()))["overhead"])
-    for i, l in enumerate(next(iter(rows.values()))["overhead"]):
-        means, halves = zip(*(mean_error(row["overhead"][l], True) for row in rows.values()))
-        overhead.barh([k + 0.8 * ((i + 0.5) / lengths - 0.5) for k in range(len(rows))], means,
-                      0.76 / lengths, xerr=halves, label=f"length {l}")
-    overhead.set_yticks(range(len(rows)), rows)
-    overhead.invert_yaxis()
-    overhead.axvline(0, color="black", lw=0.8)
-    overhead.set(xlabel="overhead over the frozen pass, %", title="what conditioning costs")
-    overhead.legend(frameon=False, loc="lower right")
-    for ax, key, title in ((length, "length", "tokens"), (layers, "layers", "layers, 1024 tokens")):
-        x, ms = zip(*result["scaling"][key].items())
-        ax.plot(x, ms, "o-")
-        ax.plot(x, [ms[-1] * n / x[-1] for n in x], "k:", label="proportional")
-        ax.set(xlabel=title, ylabel="ms", title=f"against {key}", xscale="log", yscale="log")
-        ax.set_xticks(x, x)
-        ax.minorticks_off()
-        ax.legend(frameon=False)
+    draw_overheads(overhead, result["cost"], lengths)
+    draw_scaling(length, result["scaling"]["length"], "against length", "tokens")
+    draw_scaling(layers, result["scaling"]["layers"], "against layers", "layers, 1024 tokens")
     common.save_figure(figure, path)
 
 
 # ---- command line --------------------------------------------------------------------------------
 
 
-def measure(cfg, model, device):
-    """Everything but the GPU check, with the tables of it."""
+def measure_all(cfg, model, device):
+    """Everything, with its tables."""
     shipped = model if cfg.weights == "small" else make_model("small", device)
     released = model if cfg.weights == "random" else make_model(RELEASED, device)
-    result = {"cost": cost(cfg, model, device), "alone": adapters_alone(released, device)}
+    result = {}
+    result["cost"] = cost(cfg, model, device)
+    result["alone"] = adapters_alone(released, device)
     result["training"] = {
-        "shipped": training(shipped, 16, 128, 64),
-        "released size": training(released, *((1, 256) if device == "cpu" else (4, 4096)), 256,
-                                  rounds=1)}
-    result |= {"scaling": scaling(model, device), "plan": plan()}
+        "shipped": training(shipped, *SHIPPED_BATCH, mlp_dim=64),
+        "released size": training(released, *RELEASED_BATCH[device], mlp_dim=256, rounds=1)}
+    result["scaling"] = scaling(model, device)
+    result["plan"] = paper_run()
     result["tables"] = {
-        "cost": cost_table(result["cost"], cfg.length), "alone": alone_table(result["alone"]),
+        "cost": cost_table(result["cost"], cfg.length),
+        "alone": alone_table(result["alone"]),
         "training": training_table(result["training"]),
-        "scaling": scaling_table(result["scaling"]), "plan": plan_table(result["plan"])}
-    for name, table in result["tables"].items():
-        common.log(f"\n{name}\n\n{table}")
-    hours = [row["A100"][1] for row in result["plan"]["hours"].values()]
-    common.log(f"\nthe paper's training, computed: {min(hours):.0f} to {max(hours):.0f} hours on "
-               "one A100")
+        "scaling": scaling_table(result["scaling"]),
+        "plan": plan_table(result["plan"])}
     return result
 
 
 def main(cfg):
-    device = "cuda" if cfg.gpu_check and cfg.device == "auto" else common.pick_device(cfg.device)
-    if cfg.gpu_check and cfg.publish and device != "cuda":
-        raise common.UserError("--publish: a rehearsal on the CPU is no result; leave it out")
+    device = common.pick_device(cfg.device)
     torch.manual_seed(cfg.seed)
-    model = None if cfg.gpu_check else make_model(
-        RELEASED if cfg.weights == "random" else cfg.weights, device)
+    model = make_model(RELEASED if cfg.weights == "random" else cfg.weights, device)
     env = common.banner("bench.py", cfg, device, model)
-    result = check(device, cfg.seed) if cfg.gpu_check else measure(cfg, model, device)
-    common.write_json(common.ROOT / cfg.out / "result.json", {"metrics": result, "config": cfg})
-    if not cfg.gpu_check:
-        draw(result, common.ROOT / (f"figures/table3_{cfg.preset}.png" if cfg.publish
-                                    else f"{cfg.out}/cost.png"))
-    if cfg.publish:
-        common.publish("bench", "gpu_check" if cfg.gpu_check else cfg.preset, result, cfg, env)
-    if result.get("failed"):
-        raise common.UserError(f"--gpu-check: {', '.join(result['failed'])} failed; the rows of "
-                               f"{cfg.out}/result.json say how")
+    result = measure_all(cfg, model, device)
+    folder = common.ROOT / cfg.out
+    common.save_result(folder / "result.json", result, cfg, env)
+    for name, table in result["tables"].items():
+        common.log(f"\n{name}\n\n{table}")
+    draw_bench(result, cfg.length, folder / f"table3_{cfg.preset}.png")
+    hours = [estimate["A100"][1] for estimate in result["plan"]["hours"].values()]
+    common.log(f"\nthe paper's training, computed: {min(hours):.0f} to {max(hours):.0f} hours on "
+               "one A100")
     return result
 
 
