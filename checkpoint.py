@@ -398,14 +398,15 @@ def load_adapters(paths, config, device="cpu", mark_only=False):
     """{label: adapter} of run folders and files; the shipped ones where `paths` is empty.
 
     A label is the file's or the folder's name, or the whole path where that is taken. mark_only
-    raises UserError for an adapter that leaves the recurrence alone.
+    raises UserError for what is not one of the three geometries alone.
     """
     adapters = {}
     for path in map(Path, paths or sorted(ASSETS.glob("adapter_*.safetensors"))):
         adapter, _ = load_adapter(path, config, device)
         if mark_only and not isinstance(adapter, MarkAdapter):
             raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
-                                   "recurrence alone; give a hypernet, chebyshev or dct adapter")
+                                   "recurrence alone or changes the projections too; give a "
+                                   "hypernet, chebyshev or dct adapter")
         own = path.resolve().parent if path.name == "adapter.safetensors" else path.resolve()
         label = own.name.removesuffix(".safetensors").removeprefix("adapter_")
         if label in adapters or label in ("uniform", "unigram", "frozen"):  # rows of tables
