@@ -465,8 +465,8 @@ def run(cfg, device, backbone=None):
     if journal.main_rank:
         common.save_result(folder / "result.json", result, cfg, env)
     report(cfg, folder, result, denoiser, Windows(valid, cfg.seqlen, tokenizer.pad_id), tokenizer)
+    at_start = metrics(sequence_losses(denoiser.backbone, None, few), few)  # all ranks share it
     if journal.main_rank:
-        at_start = metrics(sequence_losses(denoiser.backbone, None, few), few)
         memory = memory_ratios(denoiser.backbone, adapter, few, cfg.modulate)
         draw_run(folder / f"training_{cfg.kernel}.png", cfg, rows, at_start, found, memory)
     return result

@@ -579,3 +579,60 @@ def test_a_rank_left_in_the_environment_silences_nothing(given, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = command("evaluate.py", *given)
     assert run.status == 0 and "gain over frozen" in run.out
+
+
+# ---------------------------------------------------------------- beside the frozen backbone
+
+def test_a_comparison_is_the_loop_over_windows(work):
+    """Gain, cost and share of right tokens, one window and one pass at a time."""
+    tokenizer, denoiser = ByteTokenizer(), tiny.make_denoiser(work)
+    model, adapter = denoiser.backbone, denoiser.adapter
+    draws = evaluate.make_draws(load_corpus(work / "text.txt", tokenizer), tokenizer, 40, 9)
+    found = evaluate.compare(model, adapter, draws)
+    wrong_t = evaluate.shuffled(draws.t)
+    tokens = draws.maskable[9:].sum().item()
+    gains, costs, more, right = [], [], [], [0, 0]
+    with torch.no_grad():
+        for i in range(9, 18):
+            nats = []
+            for told in (None, draws.t[i:i + 1], wrong_t[i:i + 1]):
+                modulation = None if told is None else adapter(told)
+                real = draws.x0[i:i + 1] != tokenizer.pad_id
+                log_p = model(draws.x_t[i:i + 1], modulation, real)[0].double().log_softmax(-1)
+                holes = draws.masked[i].nonzero().flatten().tolist()
+                ce = -sum(log_p[j, draws.x0[i, j]].item() for j in holes)
+                nats.append(ce * draws.maskable[i].item() / len(holes) * 9 / tokens)
+            gains.append(nats[0] - nats[1])
+            costs.append(nats[2] - nats[1])
+        masked = draws.masked[:9].sum().item()
+        for i in range(9):
+            hits = []
+            for k, modulation in enumerate((None, adapter(draws.t[i:i + 1]))):
+                real = draws.x0[i:i + 1] != tokenizer.pad_id
+                guess = model(draws.x_t[i:i + 1], modulation, real)[0].argmax(-1)
+                hits.append(((guess == draws.x0[i]) & draws.masked[i]).sum().item())
+                right[k] += hits[k] / masked
+            more.append((hits[1] - hits[0]) * 9 / masked)
+    for name, values in (("gain", gains), ("wrong_t_cost", costs)):
+        want = common.interval(values)
+        assert found[name].mean == pytest.approx(want.mean, abs=1e-6)
+        assert found[name].half == pytest.approx(want.half, abs=1e-6) and found[name].n == 9
+    assert found["right"]["frozen"] == pytest.approx(right[0])
+    assert found["right"]["adapter"] == pytest.approx(right[1])
+    assert found["right"]["difference"].mean == pytest.approx(sum(more) / 9)
+    gain = found["frozen"]["elbo"] - found["adapter"]["elbo"]
+    assert gain == pytest.approx(found["gain"].mean, abs=1e-9)
+
+
+def test_the_gain_by_t_is_that_of_the_metrics_bin_by_bin(work):
+    tokenizer, denoiser = ByteTokenizer(), tiny.make_denoiser(work)
+    corpus = load_corpus(work / "text.txt", tokenizer)
+    draws = evaluate.make_draws(corpus, tokenizer, 40, 25)
+    found = evaluate.compare(denoiser.backbone, denoiser.adapter, draws)
+    bins = (draws.t[:25] * evaluate.BINS).long()
+    for k, value in enumerate(found["gain_by_t"]):
+        want = found["frozen"]["by_t"][k] - found["adapter"]["by_t"][k]
+        if value is None:
+            assert math.isnan(want)
+        else:
+            assert value.mean == pytest.approx(want, abs=1e-9) and value.n == (bins == k).sum()

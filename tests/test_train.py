@@ -475,18 +475,17 @@ def test_the_shipped_backbone_in_bf16_trains_within_two_percent_of_float32(work)
 # ---------------------------------------------------------------------------------- the run folder
 
 @pytest.mark.parametrize("weighting, unit", [("cart", "CART"), ("elbo", "ELBO")])
-def test_the_figure_shows_the_loss_that_is_trained(monkeypatch, weighting, unit):
-    drawn = []
-    monkeypatch.setattr(common, "save_figure", lambda figure, path: drawn.append(figure))
-    by_t = {"by_t": [1.0] * 10}
-    table = {"frozen": {"cart": 0.6, "elbo": 1.9, **by_t}, "unigram": by_t, "dct": by_t,
-             "dct, shuffled t": by_t}
+def test_the_figure_shows_the_loss_that_is_trained(work, weighting, unit):
+    """From the frozen backbone on, in the unit of the weighting, beside its own line."""
     rows = [{"step": 1, "loss": 5.0}, {"step": 2, "eval": {"cart": 0.5, "elbo": 1.8}}]
-    train.draw_run("loss.png", rows, table, "dct", weighting)
-    loss = drawn[0].axes[0]
-    assert loss.get_ylabel().startswith(unit)
-    want = [table["frozen"][weighting], rows[1]["eval"][weighting]]
-    assert list(loss.lines[1].get_ydata()) == want
+    at_start = {"cart": 0.7, "elbo": 2.0}
+    ax = common.new_figure(2, 2).subplots()
+    train.draw_curve(ax, config(work, weighting=weighting), rows, at_start)
+    batches, held_out, frozen = ax.lines
+    assert unit in ax.get_ylabel() and list(batches.get_ydata()) == [5.0]
+    assert list(held_out.get_xdata()) == [0, 2]
+    assert list(held_out.get_ydata()) == [at_start[weighting], rows[1]["eval"][weighting]]
+    assert set(frozen.get_ydata()) == {at_start[weighting]}
 
 
 def test_a_run_leaves_its_files_and_says_what_was_gained_and_what_is_next(work, whole):
@@ -506,10 +505,36 @@ def test_a_run_leaves_its_files_and_says_what_was_gained_and_what_is_next(work, 
     assert list(result["rows"]) == ["uniform", "unigram", "frozen", "chebyshev",
                                     "chebyshev, shuffled t"]
     assert result["tokens"] == 6 * 4 * 24
-    last = whole.out.strip().splitlines()[-1]
-    assert last.startswith("chebyshev: ")
-    assert f"next: python evaluate.py --adapter {os.path.relpath(work / 'runs/whole')}" in last
+    *_, following, last = whole.out.strip().splitlines()
+    gain = common.Interval(*result["comparison"]["gain"])
+    assert last.startswith("chebyshev: ELBO ") and f"gain {gain.show(digits=3)}" in last
+    assert f"next: python evaluate.py --adapter {os.path.relpath(work / 'runs/whole')}" in following
+    assert f"--data text={work / 'text.txt'}" in following
+    assert "about" in whole.out and "s left" in whole.out  # by step 5, off a terminal too
     assert whole.out.startswith("-----") and "masked" in whole.out and not whole.err
+
+
+def test_the_suggested_next_command_works_as_printed(work, whole):
+    following = whole.out.strip().splitlines()[-2].partition("next: python ")[2].split()
+    following += ["--windows", "4", "--seeds", "1", "--seqlen", "24"]
+    run = command(*following)
+    assert run.status == 0, run.err
+    assert "wrote " in run.out.splitlines()[-1]
+
+
+def test_the_first_command_gains_on_held_out_text_and_leaves_its_files(tmp_path):
+    """The demo on the shipped backbone and text, cut to 20 steps of 8 windows."""
+    with tiny.root_at(tmp_path):
+        run = command("train.py", "--kernel", "chebyshev", "--steps", 20, "--eval-every", 0,
+                      "--eval-windows", 64, "--global-batch", 8, "--device", "cpu")
+    assert run.status == 0, run.err
+    folder = tmp_path / "runs/demo_chebyshev"
+    for name in ("adapter.safetensors", "result.json", "metrics.jsonl", "training_chebyshev.png"):
+        assert (folder / name).stat().st_size > 100, name
+    found = result_of(tmp_path, "demo_chebyshev")["comparison"]
+    gain = common.Interval(*found["gain"])
+    assert gain.mean > gain.half > 0 and gain.n == 64
+    assert found["frozen"]["elbo"] - found["adapter"]["elbo"] == pytest.approx(gain.mean)
 
 
 def test_at_the_start_the_adapter_scores_as_the_frozen_backbone(work):
@@ -551,7 +576,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(work):
 
 
 @pytest.mark.parametrize("flag, value, word", [("--seqlen", 16, "seqlen was 24"),
-                                               ("--lr", 0.1, "lr was 0.002"),
+                                               ("--lr", 0.1, "lr was 0.004"),
                                                ("--kernel", "dct", "kernel was 'chebyshev'"),
                                                ("--n-shifts", 2, "n_shifts was None")])
 def test_resuming_with_other_settings_names_the_setting(work, whole, flag, value, word):
