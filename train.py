@@ -52,7 +52,7 @@ TRAINED = tuple(kernel for kernel in KERNELS if kernel != "none")
 @dataclasses.dataclass(frozen=True)
 class Config(AdapterConfig):
     """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override either."""
-    MAY_BE_ZERO: ClassVar = ("warmup",)
+    MAY_BE_ZERO: ClassVar = ("warmup", "eval_every")
     kernel: Literal[TRAINED] = "chebyshev"  # a geometry, or a baseline of baselines.py
     preset: Literal["demo", "shipped", "paper"] = "demo"  # shipped: the adapters in assets/
     name: str = ""                  # run folder under runs/; default <preset>_<kernel>
@@ -468,7 +468,7 @@ def run(cfg, device, backbone=None):
     at_start = metrics(sequence_losses(denoiser.backbone, None, few), few)  # all ranks share it
     if journal.main_rank:
         memory = memory_ratios(denoiser.backbone, adapter, few, cfg.modulate)
-        draw_run(folder / f"training_{cfg.kernel}.png", cfg, rows, at_start, found, memory)
+        draw_run(folder / f"training_{folder.name}.png", cfg, rows, at_start, found, memory)
     return result
 
 
@@ -489,7 +489,7 @@ def report(cfg, folder, result, denoiser, held_out, tokenizer):
     show_infilling(denoiser.backbone, {"frozen": None, cfg.kernel: denoiser.adapter}, passage,
                    tokenizer, cfg.seed)
     path = os.path.relpath(folder)
-    common.log(f"\nfigure: {path}/training_{cfg.kernel}.png; next: {next_command(cfg, path)}")
+    common.log(f"\nfigure: {path}/training_{folder.name}.png; next: {next_command(cfg, path)}")
     common.log(last_line(cfg.kernel, found))
 
 

@@ -491,13 +491,13 @@ def test_the_figure_shows_the_loss_that_is_trained(work, weighting, unit):
 def test_a_run_leaves_its_files_and_says_what_was_gained_and_what_is_next(work, whole):
     folder = work / "runs/whole"
     assert {p.name for p in folder.iterdir()} - {".lock"} == {
-        "config.json", "metrics.jsonl", "training_chebyshev.png", "adapter.safetensors", "last.pt",
+        "config.json", "metrics.jsonl", "training_whole.png", "adapter.safetensors", "last.pt",
         "result.json"}
     about = json.loads((folder / "config.json").read_text())
     assert about["config"]["seqlen"] == 24 and set(about["inputs"]) == {"weights", "data", "valid"}
     assert {"commit", "dirty", "torch", "hardware"} <= about.keys()
     from matplotlib.image import imread
-    picture = imread(folder / "training_chebyshev.png")
+    picture = imread(folder / "training_whole.png")
     assert picture.shape[0] > 100 and picture.shape[1] > 100 and picture.std() > 0
     assert [row["step"] for row in rows_of(work, "whole") if "eval" in row] == [4, 6]
     assert all("spread" in row for row in rows_of(work, "whole") if "eval" in row)
@@ -529,7 +529,8 @@ def test_the_first_command_gains_on_held_out_text_and_leaves_its_files(tmp_path)
                       "--eval-windows", 64, "--global-batch", 8, "--device", "cpu")
     assert run.status == 0, run.err
     folder = tmp_path / "runs/demo_chebyshev"
-    for name in ("adapter.safetensors", "result.json", "metrics.jsonl", "training_chebyshev.png"):
+    for name in ("adapter.safetensors", "result.json", "metrics.jsonl",
+                 "training_demo_chebyshev.png"):
         assert (folder / name).stat().st_size > 100, name
     found = result_of(tmp_path, "demo_chebyshev")["comparison"]
     gain = common.Interval(*found["gain"])
