@@ -1,0 +1,201 @@
+"""Figures of the study: gains and costs of a wrong t, Table 2, a hole in t, single settings (A.4).
+
+Run:      not a script; study.py draws them.
+
+A colour and a marker are a conditioner, in every panel. Bars are 95 % intervals (Student's): over
+training seeds where there are several, over the test windows elsewhere.
+
+Symbols:  see study_tables.py
+Differs from the paper: it has none of this, except Table 2 by masking.
+"""
+from typing import Callable, NamedTuple
+
+import torch
+
+import common
+from evaluate import BINS, CONTROLS, FROZEN, mean_by_t
+from experiments.study_cells import (ABLATIONS, CONDITIONERS, DEFAULT_START, GROUPS, HOLE, INTACT,
+                                     RESTARTED, best_cell, finished, trained_seeds,
+                                     without_middle)
+from experiments.study_tables import (HOWS, ablated, change_of, costs_over_seeds, gain_beyond,
+                                      gains_over_seeds, training_interval)
+from mark_adapters import GEOMETRIES
+
+COLOURS = {"hypernet": "#0072B2", "chebyshev": "#D55E00", "dct": "#009E73",  # tell them apart with
+           "inject": "#CC79A7", "adaln": "#E69F00", "lora": "#000000"}       # any colour vision
+MARKERS = {"hypernet": "o", "chebyshev": "s", "dct": "^", "inject": "D", "adaln": "v", "lora": "P"}
+MIDDLES = [(k + 0.5) / BINS for k in range(BINS)]  # of the bins of t
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def draw_interval(ax, interval, y, kernel, hollow=False):
+    """An Interval as a dot and a horizontal bar; of one value there is no bar (n/a)."""
+    ax.errorbar([interval.mean], [y], xerr=[interval.half], fmt=MARKERS[kernel], ms=5, lw=1.2,
+                capsize=2.5, color=COLOURS[kernel], mfc="white" if hollow else None)
+
+
+def draw_curve(ax, values, kernel):
+    """Ten values by bin of t."""
+    ax.plot(MIDDLES, values.tolist(), "-", marker=MARKERS[kernel], ms=4, lw=1.2,
+            color=COLOURS[kernel])
+
+
+def name_rows(ax, names):
+    """The first name on top, and a line at zero."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.axvline(0, color="black", lw=0.8)
+    ax.grid(axis="x", color="0.9")
+    ax.set_axisbelow(True)
+    ax.locator_params("x", nbins=6)
+
+
+def finish_by_t(ax):
+    ax.axhline(0, color="black", lw=0.8)
+    ax.set_xlim(0, 1)
+    ax.set_xlabel("t (share of masked tokens)")
+
+
+def legend_of(figure, kernels, **hollow_and_filled):
+    """A legend beside the panels: conditioners, and what a hollow and a filled marker are."""
+    from matplotlib.lines import Line2D
+    entries = []
+    for kernel in kernels:
+        entries.append(Line2D([], [], ls="", marker=MARKERS[kernel], color=COLOURS[kernel],
+                              label=kernel))
+    for fill, label in hollow_and_filled.items():
+        entries.append(Line2D([], [], ls="", marker="o", color="0.4", label=label,
+                              mfc="white" if fill == "hollow" else None))
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
+
+
+# ---- comparisons.png -----------------------------------------------------------------------------
+
+
+def draw_comparisons(results, path):
+    """What conditioners gain, what a wrong t costs them, and what they gain at each t."""
+    figure = common.new_figure(12, 4.2)
+    gains, costs, by_t = figure.subplots(1, 3)
+    draw_gains_by_conditioner(gains, results)
+    draw_costs_by_conditioner(costs, results)
+    draw_gains_by_t(by_t, results)
+    legend_of(figure, CONDITIONERS)
+    common.save_figure(figure, path)
+    return path
+
+
+def draw_gains_by_conditioner(ax, results):
+    for y, kernel in enumerate(CONDITIONERS):
+        group = trained_seeds(results, kernel)
+        draw_interval(ax, training_interval(gains_over_seeds(results, group)[-1]), y, kernel)
+        again = []
+        if kernel in RESTARTED:
+            again = trained_seeds(results, kernel, **DEFAULT_START)
+        if again:
+            restarted = training_interval(gains_over_seeds(results, again)[-1])
+            draw_interval(ax, restarted, y + 0.25, kernel, hollow=True)
+    name_rows(ax, CONDITIONERS)
+    ax.set_xlabel("nats per token")
+    ax.set_title("gain over frozen\n(hollow: PyTorch's default start)")
+
+
+def draw_costs_by_conditioner(ax, results):
+    for y, kernel in enumerate(CONDITIONERS):
+        group = trained_seeds(results, kernel)
+        for told, offset in zip(CONTROLS, (-0.13, 0.13)):
+            costs = training_interval(costs_over_seeds(results, group, told)[-1])
+            draw_interval(ax, costs, y + offset, kernel, hollow=told == "constant t")
+    name_rows(ax, CONDITIONERS)
+    ax.set_xlabel("nats per token")
+    ax.set_title("cost of a shuffled t (filled)\nand of a constant t (hollow)")
+
+
+def draw_gains_by_t(ax, results):
+    frozen = mean_by_t(results[INTACT].tested(), FROZEN)
+    for kernel in CONDITIONERS:
+        curves = []
+        for cell in trained_seeds(results, kernel):
+            curves.append(mean_by_t(results[cell].tested(), cell.row()))
+        draw_curve(ax, frozen - torch.stack(curves).mean(0), kernel)
+    finish_by_t(ax)
+    ax.set_ylabel("nats per masked token")
+    ax.set_title("gain over frozen, by t")
+
+
+# ---- comparisons_ablation.png --------------------------------------------------------------------
+
+
+def draw_table_2(ax, results):
+    for y, mode in enumerate(ABLATIONS):
+        offset = -0.32
+        for kernel in GEOMETRIES:
+            for how in HOWS:
+                lost = common.interval(ablated(results, kernel, how)[mode])
+                draw_interval(ax, lost, y + offset, kernel, hollow=how == "masked")
+                offset += 0.13
+    name_rows(ax, ABLATIONS)
+    ax.set_xlabel("nats per token")
+    ax.set_title("Table 2, gain less that of full:\nmasked (hollow) and retrained (filled)")
+
+
+def draw_hole(ax, results):
+    for kernel in CONDITIONERS:
+        cell = best_cell(kernel, results)
+        holed = without_middle(cell)
+        losses = mean_by_t(results[cell].tested(), cell.row())
+        without = mean_by_t(results[holed].tested(), holed.row())
+        draw_curve(ax, without - losses, kernel)
+    ax.axvspan(*HOLE, color="0.92", zorder=0)
+    finish_by_t(ax)
+    ax.set_ylabel("nats per masked token")
+    ax.set_title(f"cost of no training at\n{HOLE[0]} < t < {HOLE[1]} (grey), by t")
+
+
+def changed_cells(results):
+    """{what is changed: the finished Cells that differ by it from their `unchanged`}."""
+    found = {}
+    for group in ("init", "sweep"):
+        if finished(results, group):
+            for cell in GROUPS[group](results):
+                found.setdefault(change_of(cell), []).append(cell)
+    return found
+
+
+def draw_changes(ax, results):
+    by_change = changed_cells(results)
+    for y, cells in enumerate(by_change.values()):
+        for i, cell in enumerate(cells):
+            offset = 0.25 * (i - (len(cells) - 1) / 2)
+            beyond = common.interval(gain_beyond(results, cell, cell.unchanged())[-1])
+            draw_interval(ax, beyond, y + offset, cell.kernel)
+    name_rows(ax, list(by_change))
+    ax.set_xlabel("nats per token")
+    ax.set_title("one setting changed:\ngain less that of the unchanged")
+
+
+class Panel(NamedTuple):
+    draw: Callable              # (ax, results)
+    groups: tuple[str, ...]     # that have to be finished
+
+
+PANELS = (
+    Panel(draw_table_2, ("seeds", "ablation")),
+    Panel(draw_hole, ("hole",)),
+    Panel(draw_changes, ("sweep",)),
+)
+
+
+def draw_ablations(results, path):
+    """Each panel whose groups are finished; None, and no file, where there is none."""
+    complete = [panel for panel in PANELS if finished(results, *panel.groups)]
+    if not complete:
+        return None
+    figure = common.new_figure(1 + 4 * len(complete), 5)
+    axes = figure.subplots(1, len(complete), squeeze=False)[0]
+    for panel, ax in zip(complete, axes):
+        panel.draw(ax, results)
+    legend_of(figure, CONDITIONERS)
+    common.save_figure(figure, path)
+    return path
