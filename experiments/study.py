@@ -35,7 +35,7 @@ from evaluate import HeldOut, score_adapter_rows, score_references
 from experiments.study_cells import (CHOOSING, GROUPS, CellResult, finished, read_results,
                                      save_cell)
 from experiments.study_figures import draw_ablations, draw_comparisons
-from experiments.study_tables import comparison_tables
+from experiments.study_tables import finished_tables
 from hydra_ssm import HydraBert
 from mark_adapters import adapter_size
 from text import make_tokenizer
@@ -53,6 +53,9 @@ class Config:
     seeds: int = 5                # evaluation seeds
     hours: float = 24.0           # start no cell after this time
     dirty: bool = False           # write results of uncommitted code
+
+
+TRAINING = dict(global_batch=16, micro_batch=16, warmup=20, mlp_dim=64)  # of every cell
 
 
 # ---- one cell ------------------------------------------------------------------------------------
@@ -114,8 +117,8 @@ def train_cell(cell, cfg, model):
     """Train the adapter of a cell on `model`: (adapter, its spread over t). Its log is a file."""
     name = f"study_{cell.name}"
     settings = train.Config(kernel=cell.kernel, name=name, data=cfg.train, seqlen=cfg.seqlen,
-                            steps=cfg.steps, eval_windows=20, save_every=10**9, overwrite=True,
-                            device="cpu", **cell.settings())
+                            steps=cfg.steps, eval_every=0, eval_windows=20, save_every=10**9,
+                            overwrite=True, device="cpu", **TRAINING, **cell.settings())
     runs = common.ROOT / "runs"
     runs.mkdir(exist_ok=True)
     with open(runs / f"{name}.log", "w", encoding="utf-8") as log:
@@ -198,7 +201,7 @@ def main(cfg):
         run_groups(cfg, env)
 
     results = read_results()
-    tables = comparison_tables(results)
+    tables = finished_tables(results)
     if not tables:
         common.log("no group of cells is complete: see --run")
     for title, table in tables.items():

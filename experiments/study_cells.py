@@ -27,7 +27,7 @@ import dataclasses
 import statistics
 
 import common
-from evaluate import REFERENCES, Row, adapter_rows, by_label
+from evaluate import FROZEN, REFERENCES, Row, adapter_rows, by_label
 from hydra_ssm import MODES
 from mark_adapters import GEOMETRIES
 
@@ -88,6 +88,8 @@ class Cell:
 
     def row(self, told="own t", modulate=None):
         """One of its Rows in scores; without arguments the adapter as it was trained."""
+        if self.kernel == "none":
+            return FROZEN
         return Row("", told, modulate or self.modulate)
 
     def rows(self):

@@ -13,7 +13,7 @@ from typing import Callable, NamedTuple
 import torch
 
 import common
-from evaluate import BINS, CONTROLS, FROZEN, mean_by_t
+from evaluate import BINS, CONTROLS, losses_by_t, mean_by_t
 from experiments.study_cells import (ABLATIONS, CONDITIONERS, DEFAULT_START, GROUPS, HOLE, INTACT,
                                      RESTARTED, best_cell, finished, trained_seeds,
                                      without_middle)
@@ -36,10 +36,14 @@ def draw_interval(ax, interval, y, kernel, hollow=False):
                 capsize=2.5, color=COLOURS[kernel], mfc="white" if hollow else None)
 
 
-def draw_curve(ax, values, kernel):
-    """Ten values by bin of t."""
-    ax.plot(MIDDLES, values.tolist(), "-", marker=MARKERS[kernel], ms=4, lw=1.2,
-            color=COLOURS[kernel])
+def draw_by_t(ax, rows, kernel):
+    """The mean of some rows of numbers by bin of t, with an Interval over them in each bin."""
+    intervals = [common.interval(in_bin) for in_bin in rows.T.tolist()]
+    place = CONDITIONERS.index(kernel) / (len(CONDITIONERS) - 1) - 0.5
+    t = [middle + 0.05 * place for middle in MIDDLES]  # or the bars would lie on each other
+    ax.errorbar(t, [interval.mean for interval in intervals],
+                [interval.half for interval in intervals], fmt="-", marker=MARKERS[kernel], ms=4,
+                lw=1, elinewidth=0.8, color=COLOURS[kernel])
 
 
 def name_rows(ax, names):
@@ -56,18 +60,16 @@ def finish_by_t(ax):
     ax.axhline(0, color="black", lw=0.8)
     ax.set_xlim(0, 1)
     ax.set_xlabel("t (share of masked tokens)")
+    ax.set_ylabel("nats per masked token")
 
 
-def legend_of(figure, kernels, **hollow_and_filled):
-    """A legend beside the panels: conditioners, and what a hollow and a filled marker are."""
+def legend_below(figure):
+    """One legend for all panels, outside them."""
     from matplotlib.lines import Line2D
     entries = []
-    for kernel in kernels:
+    for kernel in CONDITIONERS:
         entries.append(Line2D([], [], ls="", marker=MARKERS[kernel], color=COLOURS[kernel],
                               label=kernel))
-    for fill, label in hollow_and_filled.items():
-        entries.append(Line2D([], [], ls="", marker="o", color="0.4", label=label,
-                              mfc="white" if fill == "hollow" else None))
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
 
 
@@ -81,7 +83,7 @@ def draw_comparisons(results, path):
     draw_gains_by_conditioner(gains, results)
     draw_costs_by_conditioner(costs, results)
     draw_gains_by_t(by_t, results)
-    legend_of(figure, CONDITIONERS)
+    legend_below(figure)
     common.save_figure(figure, path)
     return path
 
@@ -113,14 +115,12 @@ def draw_costs_by_conditioner(ax, results):
 
 
 def draw_gains_by_t(ax, results):
-    frozen = mean_by_t(results[INTACT].tested(), FROZEN)
+    frozen = mean_by_t(results[INTACT].tested(), INTACT.row())                   # bin
     for kernel in CONDITIONERS:
-        curves = []
-        for cell in trained_seeds(results, kernel):
-            curves.append(mean_by_t(results[cell].tested(), cell.row()))
-        draw_curve(ax, frozen - torch.stack(curves).mean(0), kernel)
+        group = trained_seeds(results, kernel)
+        gains = [frozen - mean_by_t(results[cell].tested(), cell.row()) for cell in group]
+        draw_by_t(ax, torch.stack(gains), kernel)
     finish_by_t(ax)
-    ax.set_ylabel("nats per masked token")
     ax.set_title("gain over frozen, by t")
 
 
@@ -144,27 +144,18 @@ def draw_hole(ax, results):
     for kernel in CONDITIONERS:
         cell = best_cell(kernel, results)
         holed = without_middle(cell)
-        losses = mean_by_t(results[cell].tested(), cell.row())
-        without = mean_by_t(results[holed].tested(), holed.row())
-        draw_curve(ax, without - losses, kernel)
+        losses = losses_by_t(results[cell].tested(), cell.row())                 # text, seed, bin
+        without = losses_by_t(results[holed].tested(), holed.row())
+        draw_by_t(ax, (without - losses).nanmean(0), kernel)
     ax.axvspan(*HOLE, color="0.92", zorder=0)
     finish_by_t(ax)
-    ax.set_ylabel("nats per masked token")
     ax.set_title(f"cost of no training at\n{HOLE[0]} < t < {HOLE[1]} (grey), by t")
 
 
-def changed_cells(results):
-    """{what is changed: the finished Cells that differ by it from their `unchanged`}."""
-    found = {}
-    for group in ("init", "sweep"):
-        if finished(results, group):
-            for cell in GROUPS[group](results):
-                found.setdefault(change_of(cell), []).append(cell)
-    return found
-
-
 def draw_changes(ax, results):
-    by_change = changed_cells(results)
+    by_change = {}
+    for cell in GROUPS["init"](results) + GROUPS["sweep"](results):
+        by_change.setdefault(change_of(cell), []).append(cell)
     for y, cells in enumerate(by_change.values()):
         for i, cell in enumerate(cells):
             offset = 0.25 * (i - (len(cells) - 1) / 2)
@@ -183,7 +174,7 @@ class Panel(NamedTuple):
 PANELS = (
     Panel(draw_table_2, ("seeds", "ablation")),
     Panel(draw_hole, ("hole",)),
-    Panel(draw_changes, ("sweep",)),
+    Panel(draw_changes, ("init", "sweep")),
 )
 
 
@@ -196,6 +187,6 @@ def draw_ablations(results, path):
     axes = figure.subplots(1, len(complete), squeeze=False)[0]
     for panel, ax in zip(complete, axes):
         panel.draw(ax, results)
-    legend_of(figure, CONDITIONERS)
+    legend_below(figure)
     common.save_figure(figure, path)
     return path

@@ -17,7 +17,7 @@ import statistics
 from typing import NamedTuple
 
 import common
-from evaluate import BINS, CONTROLS, FROZEN, Row, losses_by_t, seed_differences, seed_values
+from evaluate import BINS, CONTROLS, Row, losses_by_t, seed_differences, seed_values
 from experiments.study_cells import (ABLATED, ABLATIONS, CONDITIONERS, DEFAULT_START, GROUPS, HOLE,
                                      INTACT, RATES, RESTARTED, SLICED, Cell, best_cell, finished,
                                      trained_seeds, without_middle)
@@ -36,13 +36,13 @@ class Scored(NamedTuple):
 
 
 def own(cell):
-    """The row of a cell's adapter as it was trained."""
+    """The row of a cell's adapter as it was trained, or of its frozen backbone."""
     return Scored(cell, cell.row())
 
 
 def frozen_beside(cell):
     """The row that a cell's gain is counted from."""
-    return Scored(SLICED if cell.sliced else INTACT, FROZEN)
+    return own(SLICED if cell.sliced else INTACT)
 
 
 def differences(results, scored, minus):
@@ -159,7 +159,7 @@ def text_names(results):
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def comparison_tables(results):
+def finished_tables(results):
     """{title: Markdown} of every group that is complete."""
     tables = {}
     if finished(results, "frozen"):
@@ -182,7 +182,7 @@ def comparison_tables(results):
 def frozen_table(results):
     """What the slicing alone costs, and how much of that each conditioner wins back."""
     shown = {name: Scored(INTACT, Row(name)) for name in ("uniform", "unigram", "frozen")}
-    shown["sliced, frozen"] = Scored(SLICED, FROZEN)
+    shown["sliced, frozen"] = own(SLICED)
     if finished(results, "sliced"):
         for cell in GROUPS["sliced"](results):
             shown[f"sliced, {cell.kernel}"] = own(cell)
