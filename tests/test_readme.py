@@ -3,6 +3,7 @@
 `python tests/test_readme.py` rewrites the tables.
 """
 import ast
+import dataclasses
 import json
 import re
 import statistics
@@ -68,14 +69,17 @@ def samples():
 
 def study():
     """Every group of cells that is complete."""
-    from experiments import study  # here: most of the tables need none of the scripts
-    found = study.tables(study.read_results())
+    from experiments.study_cells import read_results  # here: most tables need none of the scripts
+    from experiments.study_tables import finished_tables
+    found = finished_tables(read_results())
     return "\n\n".join(f"*{title}*\n\n{table}" for title, table in found.items())
 
 
 def claims():
     """What the paper says beside what was found here."""
-    from experiments import study
+    from experiments import study_cells, study_tables
+    from experiments.study_cells import CONDITIONERS, INTACT, SLICED, Cell, best_cell
+    from mark_adapters import GEOMETRIES
     certified = result("certify/small")["metrics"]["adapters"].values()
     margins = [found["margins"] for found in certified]
     paper, any_text = (min(min(found[name]["epsilon"]) for found in margins)
@@ -84,28 +88,31 @@ def claims():
     profiles = result("markov/small")["metrics"]["adapters"].values()
     apart = [statistics.fmean(v for row in found["distance"] for v in row if v)
              for found in profiles]
-    alone = [result("bench/laptop")["metrics"]["alone"][name] for name in study.GEOMETRIES]
-    cells = study.read_results()
+    alone = [result("bench/laptop")["metrics"]["alone"][name] for name in GEOMETRIES]
+    results = study_cells.read_results()
 
-    def cart(group, row=""):
-        return statistics.fmean(v for cell in group
-                                for v in study.tested(cells, cell)["wikitext"][row]["cart"])
+    def cart(group):
+        values = []
+        for cell in group:
+            values += results[cell].tested()["wikitext"][cell.row()]["cart"]
+        return statistics.fmean(values)
 
-    def each(function, digits, names=study.GEOMETRIES):
+    def each(function, digits, names=GEOMETRIES):
         return ", ".join(f"{function(name):{digits}} ({name})" for name in names)
 
     def gain(name, **settings):
-        group = study.trained_seeds(cells, name, **settings)
-        return study.training_error(study.over_seeds(cells, group)[-1])[0]
+        group = study_cells.trained_seeds(results, name, **settings)
+        return study_tables.training_interval(
+            study_tables.gains_over_seeds(results, group)[-1]).mean
 
     def rough(name):
-        return study.variation_over_range(cells, study.Cell(name, {"lr": 1e-3, "seed": 42}))
+        return study_tables.variation_over_range(results, Cell(name, 1e-3, 42))
 
     def without_A(how):
-        lost = [statistics.fmean(study.ablated(cells, name, how)[1]) for name in study.GEOMETRIES]
+        lost = [statistics.fmean(study_tables.ablated(results, name, how)["all-except-A"])
+                for name in GEOMETRIES]
         return f"{min(lost):+.4f} to {max(lost):+.4f}"
-    none = study.Cell("none", {}), study.Cell("none", {}, sliced=True)
-    sliced = next(c for c in study.cells("sliced", cells) if c.kernel == "chebyshev")
+    sliced = dataclasses.replace(best_cell("chebyshev", results), sliced=True)
     return markdown(
         ["the paper says", "found here, on the small backbone", "by"],
         ["every layer is stable at every t, if Delta >= 0.001 (4.1, Figure 1)",
@@ -119,9 +126,9 @@ def claims():
          f"yes: operators of two times differ by {min(apart):.0%} to {max(apart):.0%} of the "
          "frozen one's norm", "`markov.py`"],
         ["CART falls from 4.00 to 2.55 on WikiText (Table 2)",
-         f"from {cart(none[:1], 'frozen'):.3f} to "
-         f"{cart(study.trained_seeds(cells, 'chebyshev')):.3f}; on a backbone loaded as the "
-         f"paper's code loads it, half of it, from {cart(none[1:], 'frozen'):.3f} to "
+         f"from {cart([INTACT]):.3f} to "
+         f"{cart(study_cells.trained_seeds(results, 'chebyshev')):.3f}; on a backbone loaded as the "
+         f"paper's code loads it, half of it, from {cart([SLICED]):.3f} to "
          f"{cart([sliced]):.3f}", "`study.py`"],
         ["Chebyshev (2.55) and DCT (2.59) beat Hypernet (3.77): their bases are smooth (4.4)",
          f"no difference: they gain {each(gain, '.4f')} nats, and at one learning rate what they "
@@ -130,9 +137,9 @@ def claims():
          f"of a gain of about {gain('dct'):.3f}, {without_A('masked')} where A is masked after "
          f"training, {without_A('retrained')} where it never was modulated", "`study.py`"],
         ["AdaLN, injection, LoRA: not compared (A.5)",
-         f"gains of {each(gain, '.4f', study.CONDITIONERS[3:])}; LoRA reads no t; from another "
-         f"start {gain('inject', **study.DEFAULT):.4f} (inject), "
-         f"{gain('adaln', **study.DEFAULT):.4f} (adaln)",
+         f"gains of {each(gain, '.4f', CONDITIONERS[3:])}; LoRA reads no t; from another "
+         f"start {gain('inject', **study_cells.DEFAULT_START):.4f} (inject), "
+         f"{gain('adaln', **study_cells.DEFAULT_START):.4f} (adaln)",
          "`study.py`"],
         ["14 to 16 % slower at length 4096 on an A100 (Table 3)",
          "no GPU was at hand. At the released size on a CPU, evaluating the adapters is at most "

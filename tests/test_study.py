@@ -1,87 +1,153 @@
 """Cells that are named once and run once, the sliced backbone row by row, tables from numbers."""
 import dataclasses
-import itertools
 import json
 import math
 import statistics
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny
 import torch
 
 import common
-from experiments import study
+from checkpoint import load_backbone
 from data import load_corpus
-from hydra_ssm import HydraConfig, Modulation, load_backbone
+from evaluate import CONTROLS, HeldOut, Row, mean_by_t, score_references
+from experiments import study, study_cells, study_figures, study_tables
+from experiments.study_cells import INTACT, SLICED, Cell, CellResult
+from hydra_ssm import MODES, HydraConfig, Modulation
+from mark_adapters import GEOMETRIES
 from text import ByteTokenizer
 
-SETS = ("valid", "one", "two")
+TEXTS = ("valid", "one", "two")
 
 
-def scores(elbo, rows=("", ", shuffled t", ", constant t", ", A")):
-    """A cell's scores: each row 0.1 worse than the one before it, two evaluation seeds."""
-    return {name: {row: {"elbo": [elbo + 0.1 * i + j, elbo + 0.1 * i + j + 0.02],
-                         "cart": [elbo + j, elbo + j],
-                         "by_t": [[elbo if k in (4, 5) else 9.0 for k in range(10)]] * 2}
-                   for i, row in enumerate(rows)} for j, name in enumerate(SETS)}
+def made_up_scores(elbo, rows):
+    """Each row 0.1 worse than the one before it, two evaluation seeds, each text 1 worse."""
+    scores = {}
+    for j, text in enumerate(TEXTS):
+        by_t = [elbo if k in (4, 5) else 9.0 for k in range(10)]
+        scores[text] = {}
+        for i, row in enumerate(rows):
+            value = elbo + 0.1 * i + j
+            scores[text][row] = {"elbo": [value, value + 0.02], "cart": [elbo + j, elbo + j],
+                                 "by_t": [by_t, by_t], "perplexity": [1.0, 1.0]}
+    return scores
+
+
+def made_up_result(cell):
+    """Better at the second rate, a little worse with each seed, under mode A and with a hole."""
+    if cell.kernel == "none":
+        return CellResult(made_up_scores(5.0 if cell.sliced else 2.0, cell.rows()))
+    elbo = 1.9 + cell.seed * 1e-5
+    if cell.lr != 2e-3:
+        elbo += 0.01
+    if cell.modulate == "A":
+        elbo += 0.05
+    if "t_hole" in cell.settings():
+        elbo += 0.03
+    roughness = {"A": (3.0, 1.5)} if cell.kernel != "lora" else {}
+    return CellResult(made_up_scores(elbo, cell.rows()), 1000, {}, roughness, (60.0, 30.0))
 
 
 def every_cell():
-    """{name: metrics} in which the second rate is the best, filled group by group."""
+    """{Cell: CellResult} of all groups."""
     results = {}
-    for group in study.GROUPS:
-        for cell in study.cells(group, results):
-            if cell.kernel == "none":
-                found = {"scores": scores(2.0 + 3 * cell.sliced, ("uniform", "unigram", "frozen"))}
-            else:
-                elbo = 1.9 + 0.01 * (cell.settings["lr"] != 2e-3) + cell.settings["seed"] * 1e-5
-                elbo += 0.05 * (cell.settings.get("modulate") == "A")
-                elbo += 0.03 * ("t_hole" in cell.settings)
-                rows = ["", ", shuffled t", ", constant t", *(f", {m}" for m in study.MODES[1:-1])]
-                found = {"scores": scores(elbo, rows), "size": 1000, "settings": cell.settings,
-                         "roughness": {"A": (3.0, 1.5)} if cell.kernel != "lora" else {}}
-            assert cell.name not in results or group == "ablation"
-            results[cell.name] = json.loads(json.dumps(found))
+    for cells_of in study_cells.GROUPS.values():
+        for cell in cells_of(results):
+            results[cell] = made_up_result(cell)
     return results
+
+
+def improve(results, cell, text, elbo):
+    """Give a cell's own row another ELBO on one text."""
+    results[cell].scores[text][cell.row()]["elbo"] = [elbo, elbo]
 
 
 # ------------------------------------------------------------------------------------- the cells
 
-def test_every_cell_has_a_name_of_its_own_that_is_a_file_name():
+def test_every_cell_is_met_once_and_has_a_name_of_its_own_that_is_a_file_name():
     results = every_cell()
-    cells = [cell for group in study.GROUPS for cell in study.cells(group, results)]
+    cells = [cell for cells_of in study_cells.GROUPS.values() for cell in cells_of(results)]
     names = [cell.name for cell in cells]
     assert len(set(names)) == len(names) == len(results)
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
                                 "0123456789_.-") for name in names)
 
 
+@pytest.mark.parametrize("cell", [
+    INTACT, SLICED, Cell("lora+dct", 2e-3, 42), Cell("dct", 1e-3, 142),
+    Cell("adaln", 1e-3, 42, sliced=True).but(init="default"),
+    Cell("dct", 1e-3, 142).but(modulate="A"), Cell("dct", 4e-3, 42).but(t_hole=(0.4, 0.6)),
+    Cell("hypernet", 4e-3, 42).but(mlp_norm=False, init="default")], ids=lambda cell: cell.name)
+def test_a_file_says_which_cell_it_is_whatever_its_name(monkeypatch, tmp_path, cell):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    env = common.banner("study.py", study.Config())
+    study_cells.save_cell(cell, made_up_result(cell), study.Config(), env)
+    path, = (tmp_path / "results" / "study").glob("*")
+    assert path.name == f"{cell.name}.json"
+    path.rename(path.with_name("another.json"))
+    (read, result), = study_cells.read_results().items()
+    wanted = made_up_result(cell)
+    assert read == cell
+    assert (result.size, result.seconds) == (wanted.size, wanted.seconds)
+    for text, rows in result.scores.items():
+        assert list(rows) == cell.rows()
+        for row, values in rows.items():
+            assert values["elbo"] == wanted.scores[text][row]["elbo"]
+        shown = {"cart", "elbo", "by_t"}
+        own = wanted.scores[text][cell.row()]
+        assert rows[cell.row()] == {name: own[name] for name in shown}
+
+
+def test_a_control_keeps_no_number_that_nothing_shows(monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    cell = Cell("dct", 1e-3, 142)
+    env = common.banner("study.py", study.Config())
+    study_cells.save_cell(cell, made_up_result(cell), study.Config(), env)
+    result = study_cells.read_results()[cell]
+    for row, values in result.scores["one"].items():
+        assert set(values) == ({"cart", "elbo", "by_t"} if row == cell.row() else {"elbo"})
+
+
 def test_the_rate_is_chosen_on_held_out_training_text_alone():
     results = every_cell()
-    assert study.best_rate("dct", results) == 2e-3
-    slow = results[study.Cell("dct", {"lr": 1e-3, "seed": 42}).name]
-    for name in ("one", "two"):                          # better on the test sets: of no account
-        slow["scores"][name][""]["elbo"] = [0.0, 0.0]
-    assert study.best_rate("dct", results) == 2e-3
-    slow["scores"]["valid"][""]["elbo"] = [0.0, 0.0]
-    assert study.best_rate("dct", results) == 1e-3
-    assert all(cell.settings["lr"] == (1e-3 if cell.kernel == "dct" else 2e-3)
-               for cell in study.cells("seeds", results))
+    assert study_cells.best_rate("dct", results) == 2e-3
+    slow = Cell("dct", 1e-3, 42)
+    for text in ("one", "two"):                          # better on the test texts: of no account
+        improve(results, slow, text, 0.0)
+    assert study_cells.best_rate("dct", results) == 2e-3
+    improve(results, slow, "valid", 0.0)
+    assert study_cells.best_rate("dct", results) == 1e-3
+    for cell in study_cells.seed_cells(results):
+        assert cell.lr == (1e-3 if cell.kernel == "dct" else 2e-3)
     with pytest.raises(common.UserError, match="--run rates first"):
-        study.cells("seeds", {})
+        study_cells.seed_cells({})
 
 
 def test_the_groups_are_what_the_docstring_says():
     results = every_cell()
-    count = {group: len(study.cells(group, results)) for group in study.GROUPS}
-    assert count == {"frozen": 2, "rates": 18, "seeds": 32, "ablation": 18, "init": 5, "hole": 6,
-                     "sliced": 6, "sweep": 9}
-    modes = {cell.settings["modulate"] for cell in study.cells("ablation", results)}
-    assert modes == {"all-except-A", "A", "dt", "BC", "D", "all-except-dt"}
-    seeds = {cell.settings["seed"] for cell in study.cells("seeds", results)}
-    assert seeds == {142, 242, 342, 442}
+    groups = {name: cells_of(results) for name, cells_of in study_cells.GROUPS.items()}
+    assert {name: len(cells) for name, cells in groups.items()} == {
+        "frozen": 2, "rates": 18, "seeds": 32, "ablation": 18, "init": 5, "hole": 6, "sliced": 6,
+        "sweep": 9}
+    assert {cell.modulate for cell in groups["ablation"]} == {
+        "all-except-A", "A", "dt", "BC", "D", "all-except-dt"}
+    assert {cell.seed for cell in groups["seeds"]} == {142, 242, 342, 442}
+    for name in study_cells.GROUPS:
+        assert f"\n    {name} " in study_cells.__doc__
+
+
+def test_table_2_by_masking_is_scored_on_one_seed_of_each_geometry_alone():
+    masked = [cell for cell in every_cell() if len(cell.rows()) > 3]
+    assert masked == [Cell(kernel, 2e-3, 142) for kernel in GEOMETRIES]
+    for cell in masked:
+        assert [row.modulate for row in cell.rows()] == ["full"] * 3 + list(MODES[1:-1])
+
+
+def test_the_settings_of_the_sweep_change_one_at_a_time():
+    for kernel, setting in study_cells.SWEEP:
+        assert len(setting) == 1 and kernel in GEOMETRIES
 
 
 # -------------------------------------------------------------------------- the sliced backbone
@@ -120,7 +186,7 @@ def test_of_the_released_sizes_it_keeps_3352_rows():
 def test_roughness_is_the_total_variation_and_the_range():
     def adapter(t):
         wave = torch.stack([torch.sin(2 * math.pi * t), 5 * t], -1)          # t outputs
-        return Modulation(A=wave[None], D=torch.ones(1, len(t), 2), lora=("not a modulation",))
+        return Modulation(A=wave[None], D=torch.ones(1, len(t), 2), B_scale=("no tensor",))
     found = study.roughness(adapter)
     assert found["A"] == pytest.approx(((4 + 5) / 2, (2 + 5) / 2), rel=1e-5)
     assert found["D"] == (0, 0) and set(found) == {"A", "D"}
@@ -128,62 +194,66 @@ def test_roughness_is_the_total_variation_and_the_range():
 
 @pytest.fixture
 def setting(work, monkeypatch):
+    """(Config, HeldOut) of a very small study on the tiny backbone."""
     monkeypatch.setattr(study, "load_backbone",
                         lambda source: load_backbone(work / "backbone.safetensors"))
     text = str(work / "text.txt")
-    corpora = {name: load_corpus([text], ByteTokenizer()) for name in ("valid", "held")}
-    return study.Config(train=(text,), steps=2, seqlen=24, windows=2, seeds=2), corpora
+    tokenizer = ByteTokenizer()
+    corpora = {name: load_corpus([text], tokenizer) for name in ("valid", "held")}
+    cfg = study.Config(train=(text,), test=(f"held={text}",), steps=2, seqlen=24, windows=2,
+                       seeds=2, dirty=True)
+    return cfg, HeldOut(corpora, tokenizer, cfg.seqlen, cfg.windows, common.SEEDS[:2])
 
 
 @pytest.mark.parametrize("cell", [
-    study.Cell("dct", {"lr": 1e-3, "seed": 142}),
-    study.Cell("adaln", {"lr": 1e-3, "seed": 42}, sliced=True),
-    study.Cell("dct", {"lr": 1e-3, "seed": 42, "modulate": "BC"}), study.Cell("none", {}, True)],
-    ids=lambda cell: cell.name)
-def test_a_cell_trains_scores_and_keeps_what_the_tables_need(work, setting, cell, monkeypatch):
-    cfg, corpora = setting
-    asked, score = [], study.score
-    monkeypatch.setattr(study, "score",
-                        lambda *args, **how: asked.append(how) or score(*args, **how))
-    found = study.run_cell(cell, cfg, ByteTokenizer(), corpora)
-    rows = found["scores"]["held"]
+    Cell("dct", 1e-3, 142), Cell("adaln", 1e-3, 42, sliced=True),
+    Cell("lora+dct", 1e-3, 42).but(modulate="BC"), SLICED], ids=lambda cell: cell.name)
+def test_a_cell_trains_scores_and_keeps_what_the_tables_need(work, setting, cell):
+    cfg, held_out = setting
+    result = study.run_cell(cell, cfg, held_out)
+    assert list(result.scores) == ["valid", "held"]
+    assert list(result.tested()) == ["held"]
+    rows = result.scores["held"]
+    assert list(rows) == cell.rows()
     if cell.kernel == "none":
-        assert rows.keys() == {"uniform", "unigram", "frozen"}
+        assert [row.adapter for row in rows] == ["uniform", "unigram", "frozen"]
         return
-    assert {"", ", shuffled t", ", constant t"} <= rows.keys() and len(rows[""]["elbo"]) == 2
-    assert (", BC" in rows) == (cell == study.Cell("dct", {"lr": 1e-3, "seed": 142}))
-    assert found["size"] > 0 and found["sliced"] == cell.sliced and found["roughness"]
-    first = cell.settings.get("modulate", "full")
-    assert asked[0]["modes"][0] == first and (len(asked[0]["modes"]) == 7) == (", BC" in rows)
-    reaches_A = json.loads((work / f"runs/study_{cell.name}/config.json").read_text())["config"]
-    assert reaches_A["modulate"] == cell.settings.get("modulate", "full")
+    first = [Row("", told, cell.modulate) for told in ("own t", *CONTROLS)]
+    assert list(rows)[:3] == first
+    assert len(rows[cell.row()]["elbo"]) == 2
+    assert result.size > 0 and result.roughness
+    config = common.read_json(work / f"runs/study_{cell.name}/config.json")["config"]
+    assert config["modulate"] == cell.modulate
+    assert (config["lr"], config["seed"], config["steps"]) == (cell.lr, cell.seed, 2)
+    assert (work / f"runs/study_{cell.name}.log").stat().st_size > 0
 
 
-def test_a_finished_cell_is_never_run_again_and_a_stop_loses_no_other(work, setting, monkeypatch):
+def test_a_finished_cell_is_never_run_again_and_a_stop_loses_no_other(setting, monkeypatch):
+    cfg = dataclasses.replace(setting[0], run=("rates",))
     ran = []
 
     def run_cell(cell, *rest):
         if len(ran) == 3:
             raise common.UserError("stopped")
-        ran.append(cell.name)
-        return {"scores": scores(2.0), "seconds": [1, 1]}
+        ran.append(cell)
+        return made_up_result(cell)
+
     monkeypatch.setattr(study, "run_cell", run_cell)
-    cfg = study.Config(run=("rates",), train=setting[0].train, test=(f"t={work / 'text.txt'}",))
     with pytest.raises(common.UserError, match="stopped"):
         study.main(cfg)
-    first, ran[:] = list(ran), []
-    assert {path.stem for path in (work / "results/study").glob("*")} == set(first)
+    first = list(ran)
+    assert set(study_cells.read_results()) == set(first)
+    ran.clear()
     with pytest.raises(common.UserError, match="stopped"):
         study.main(cfg)
-    assert not set(first) & set(ran)
+    assert len(ran) == 3 and not set(first) & set(ran)
 
 
 def test_cells_of_another_study_are_neither_taken_for_this_one_nor_mixed_with_it(
         work, setting, monkeypatch, tmp_path):
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    monkeypatch.setattr(study, "run_cell", lambda *args: {
-        "scores": scores(2.0, ("uniform", "unigram", "frozen"))})
-    cfg = study.Config(run=("frozen",), train=setting[0].train, test=(f"t={work / 'text.txt'}",))
+    monkeypatch.setattr(study, "run_cell", lambda cell, *rest: made_up_result(cell))
+    cfg = dataclasses.replace(setting[0], run=("frozen",))
     study.main(cfg)
     study.main(dataclasses.replace(cfg, hours=1.0))      # what does not matter may differ
     for other in ({"steps": 351}, {"test": (f"other={work / 'text.txt'}",)}, {"seeds": 4}):
@@ -191,9 +261,18 @@ def test_cells_of_another_study_are_neither_taken_for_this_one_nor_mixed_with_it
             study.main(dataclasses.replace(cfg, **other))
 
 
+def test_no_result_is_of_uncommitted_code_unless_that_is_asked_for(setting, monkeypatch):
+    env = {**common.banner("study.py", setting[0]), "dirty": True}
+    monkeypatch.setattr(common, "banner", lambda *args: env)
+    monkeypatch.setattr(study, "run_groups", lambda *args: pytest.fail("nothing may run"))
+    with pytest.raises(common.UserError, match="commit first, or give --dirty"):
+        study.main(dataclasses.replace(setting[0], run=("frozen",), dirty=False))
+
+
 def test_an_empty_bin_of_t_does_not_spoil_the_others():
-    result = {"one": {"": {"by_t": [[1.0, None], [3.0, 2.0]]}}}  # as json holds a NaN
-    assert study.mean_by_t(result, "").tolist() == [2.0, 2.0]
+    row = Row("")
+    result = {"one": {row: {"by_t": [[1.0, None], [3.0, 2.0]]}}}  # as json holds a NaN
+    assert mean_by_t(result, row).tolist() == [2.0, 2.0]
 
 
 def test_a_group_that_does_not_exist_or_has_no_text_is_one_line(work):
@@ -206,49 +285,53 @@ def test_a_group_that_does_not_exist_or_has_no_text_is_one_line(work):
 
 def test_gains_are_paired_with_the_frozen_backbone_of_the_same_kind_and_averaged():
     results = every_cell()
-    cell = study.trained_seeds(results, "dct")[0]
+    cell = study_cells.trained_seeds(results, "dct")[0]
     gain = 2.0 + 0.2 - 1.9 - 42e-5                       # frozen is the third row, so 0.2 up
-    assert study.against(results, cell) == [pytest.approx([gain] * 2)] * 3
-    results["none"]["scores"]["one"]["frozen"]["elbo"][1] += 0.5         # one evaluation seed
-    assert study.against(results, cell)[0] == pytest.approx([gain, gain + 0.5])
-    assert study.against(results, cell)[-1] == pytest.approx([gain, gain + 0.25])
-    constant = study.against(results, cell, "", (cell, ", constant t"))
-    assert constant == [pytest.approx([0.2] * 2)] * 3
-    sliced = study.Cell("dct", {"lr": 2e-3, "seed": 42}, sliced=True)
-    assert study.against(results, sliced)[0] == pytest.approx([gain + 3] * 2)
-    assert len(study.trained_seeds(results, "dct")) == 5
+    assert study_tables.gain(results, cell) == [pytest.approx([gain] * 2)] * 3
+    results[INTACT].scores["one"][Row("frozen")]["elbo"][1] += 0.5       # one evaluation seed
+    assert study_tables.gain(results, cell)[0] == pytest.approx([gain, gain + 0.5])
+    assert study_tables.gain(results, cell)[-1] == pytest.approx([gain, gain + 0.25])
+    assert study_tables.cost(results, cell, "constant t") == [pytest.approx([0.2] * 2)] * 3
+    sliced = dataclasses.replace(cell, sliced=True)
+    assert study_tables.gain(results, sliced)[0] == pytest.approx([gain + 3] * 2)
+    assert len(study_cells.trained_seeds(results, "dct")) == 5
+
+
+def lines(tables, start):
+    """The lines of the table whose title starts so."""
+    found, = (table for title, table in tables.items() if title.startswith(start))
+    return found.splitlines()
 
 
 def test_the_tables_show_the_numbers_of_the_cells():
-    results = every_cell()
-    found = study.tables(results)
-    assert len(found) == 7
-    frozen = found["CART masked_mean, nats"].splitlines()
-    assert frozen[4:7] == ["| frozen | 3.000 ± 0.000 | 4.000 ± 0.000 | 3.500 ± 0.000 |",
-                           "| sliced, frozen | 6.000 ± 0.000 | 7.000 ± 0.000 | 6.500 ± 0.000 |",
-                           "| sliced, hypernet | 2.900 ± 0.000 | 3.900 ± 0.000 | 3.400 ± 0.000 |"]
-    gains = next(table for title, table in found.items() if title.startswith("gain")).splitlines()
+    tables = study_tables.finished_tables(every_cell())
+    assert len(tables) == 7
+    assert lines(tables, "CART masked_mean, nats")[4:7] == [
+        "| frozen | 3.000 ± 0.000 | 4.000 ± 0.000 | 3.500 ± 0.000 |",
+        "| sliced, frozen | 6.000 ± 0.000 | 7.000 ± 0.000 | 6.500 ± 0.000 |",
+        "| sliced, hypernet | 2.900 ± 0.000 | 3.900 ± 0.000 | 3.400 ± 0.000 |"]
     values = [2.2 - 1.9 - seed * 1e-5 for seed in common.SEEDS[:5]]
     t4 = 2.7764451                                       # Student's 0.975 quantile, 4 degrees
     error = t4 * statistics.stdev(values) / 5 ** 0.5     # no difference between evaluation seeds
     cell = f"{statistics.fmean(values):+.4f} ± {error:.4f} ({error:.4f})"
+    gains = lines(tables, "gain")
     assert gains[2] == f"| hypernet | 1,000 | 0.002 | 5 | {cell} | {cell} | {cell} |"
-    uses = next(table for title, table in found.items() if title.startswith("what t is worth"))
+    assert gains[8].startswith("| inject, default start | 1,000 | 0.002 | 5 | +0.")
     none = "± 0.0000 (0.0000)"
+    uses = lines(tables, "what t is worth")
     assert f"| dct | +0.1000 {none} | +0.2000 {none} | 2.0 ± 0.0 | +0.0300 ± 0.0000 |" in uses
     assert f"| lora | +0.1000 {none} | +0.2000 {none} | reads no t | +0.0300 ± 0.0000 |" in uses
-    ablation = next(table for title, table in found.items() if title.startswith("Table 2"))
-    masked, retrained = (dict(zip(study.MODES, row.strip("| ").split(" | ")[2:]))
-                         for row in ablation.splitlines()[2:4])
+    assert uses[-1] == f"| adaln, default start | +0.1000 {none} | +0.2000 {none} | 2.0 ± 0.0 |  |"
+    masked, retrained = (dict(zip(MODES, row.strip("| ").split(" | ")[2:]))
+                         for row in lines(tables, "Table 2")[2:4])
     assert masked["full"] == retrained["full"] == "+0.2986 ± 0.0000"
     assert masked["all-except-A"] == "-0.3000 ± 0.0000"  # the row after two controls
     assert retrained["A"] == "-0.0500 ± 0.0000" and retrained["dt"] == "+0.0000 ± 0.0000"
-    sliced = next(table for title, table in found.items() if title.startswith("the sliced"))
     assert ("| hypernet | sliced backbone | 1,000 | +3.2996 ± 0.0000 |  | "
-            "+0.1000 ± 0.0000 | +0.1000 ± 0.0000 |") in sliced
-    sweep = next(table for title, table in found.items() if title.startswith("one setting"))
+            "+0.1000 ± 0.0000 | +0.1000 ± 0.0000 |") in lines(tables, "the sliced")
     assert ("| dct | rank 1 | 1,000 | +0.2996 ± 0.0000 | +0.0000 ± 0.0000 | "
-            "+0.1000 ± 0.0000 | +0.1000 ± 0.0000 |") in sweep
+            "+0.1000 ± 0.0000 | +0.1000 ± 0.0000 |") in lines(tables, "one setting")
+    assert lines(tables, "PyTorch's")[2].startswith("| hypernet | init default, mlp_norm False |")
 
 
 def test_an_interval_has_the_test_windows_and_the_training_seeds_in_it():
@@ -256,56 +339,121 @@ def test_an_interval_has_the_test_windows_and_the_training_seeds_in_it():
     training = 12.7062 * (0.5 ** 0.5) / 2 ** 0.5         # of the means 2 and 3
     windows = 4.302653 * 1.0 / 3 ** 0.5                  # of the means 1.5, 3.5 and 2.5
     want = f"+2.5000 ± {math.hypot(training, windows):.4f} ({training:.4f})"
-    assert study.both_errors(grid) == want
-    assert study.both_errors(grid[:1]) == f"+2.0000 ± {windows:.4f} (n/a)"
-
-
-def test_the_figure_shows_the_numbers_of_the_tables(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(common, "save_figure", lambda figure, path: drawn.append(figure))
-    results = every_cell()
-    study.draw(results, tmp_path / "comparisons.png")
-    panels = {ax.get_title(): ax for ax in drawn[0].axes}
-
-    def dots(title):                                     # in the order of drawing
-        ax = next(ax for name, ax in panels.items() if name.startswith(title))
-        return [points.lines[0].get_ydata().item() for points in ax.containers]
-    mean = 0.3 - statistics.fmean(common.SEEDS[:5]) * 1e-5
-    assert dots("gain ± training") == pytest.approx([mean] * 8)  # two of them a second time
-    assert dots("cost of a shuffled") == pytest.approx([0.1, 0.2] * 6)
-    masked, retrained = np.array(dots("Table 2")).reshape(3, 2, 6).swapaxes(0, 1)
-    assert retrained[:, :2] == pytest.approx(np.array([[0, -0.05]] * 3))
-    assert masked[:, :2] == pytest.approx(np.array([[-0.3, -0.4]] * 3))
-    assert dots("gain less") == pytest.approx([0] * 14)
-    hole = [line.get_ydata() for line in panels["cost of no training at 0.4 < t < 0.6, by t"].lines]
-    assert len(hole) == 7 and all(line == pytest.approx([0] * 4 + [0.03] * 2 + [0] * 4, abs=1e-6)
-                                  for line in hole[:6])  # the last is the zero line
-
-    for name in [name for name in results if "t_hole" in name or "rank" in name]:
-        del results[name]                                # a figure does not wait for them
-    study.draw(results, tmp_path / "comparisons.png")
+    assert study_tables.show_both(grid) == want
+    assert study_tables.show_both(grid[:1]) == f"+2.0000 ± {windows:.4f} (n/a)"
+    assert study_tables.show_both([[1.0], [2.0]]) == f"+1.5000 (n/a) ({training:.4f})"
+    assert study_tables.show_both([[1.0]]) == "+1.0000 (n/a) (n/a)"
 
 
 def test_a_rate_at_the_edge_of_those_tried_is_marked():
     results = every_cell()
-    fast = results[study.Cell("dct", {"lr": 4e-3, "seed": 42}).name]
-    fast["scores"]["valid"][""]["elbo"] = [0, 0]
-    gains, _ = study.conditioning_tables(results).values()
-    assert "| dct | 1,000 | 0.004 (the edge) | 1 |" in gains
+    improve(results, Cell("dct", 4e-3, 42), "valid", 0.0)
+    assert "| dct | 1,000 | 0.004 (the edge) | 1 |" in study_tables.gain_table(results)
 
 
 def test_a_table_waits_for_its_last_cell():
     results = every_cell()
-    whole = len(study.tables(results))
-    results.pop(study.cells("sweep", results)[4].name)
-    assert len(study.tables(results)) == whole - 1
-    results.pop(study.cells("rates", results)[0].name)
-    assert len(study.tables(results)) == 1 and not study.tables({})
+    whole = len(study_tables.finished_tables(results))
+    del results[study_cells.sweep_cells(results)[4]]
+    assert len(study_tables.finished_tables(results)) == whole - 1
+    del results[study_cells.rate_cells(results)[0]]
+    assert len(study_tables.finished_tables(results)) == 1
+    assert not study_tables.finished_tables({})
 
 
-def test_the_spread_of_settings_in_the_sweep_is_one_at_a_time():
-    for kernel, settings in itertools.chain(*study.SWEEP.values()):
-        assert len(settings) == 1 and kernel in study.GEOMETRIES
+# ----------------------------------------------------------------------------------- the figures
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """{file name: figure} of what was drawn."""
+    figures = {}
+    monkeypatch.setattr(common, "save_figure",
+                        lambda figure, path: figures.setdefault(path.name, figure))
+    return figures
+
+
+def panel(figure, title):
+    ax, = (ax for ax in figure.axes if ax.get_title().startswith(title))
+    return ax
+
+
+def dots(figure, title):
+    """The numbers that a panel's dots stand at, in the order of drawing."""
+    return [points.lines[0].get_xdata().item() for points in panel(figure, title).containers]
+
+
+def curves(figure, title):
+    """The numbers by bin of t of a panel's curves, in the order of drawing."""
+    return [points.lines[0].get_ydata() for points in panel(figure, title).containers]
+
+
+def test_the_first_figure_shows_the_numbers_of_the_tables(drawn, tmp_path):
+    study_figures.draw_comparisons(every_cell(), tmp_path / "a.png")
+    figure = drawn["a.png"]
+    mean = 0.3 - statistics.fmean(common.SEEDS[:5]) * 1e-5
+    assert dots(figure, "gain over frozen\n") == pytest.approx([mean] * 8)  # two of them twice
+    assert dots(figure, "cost of a shuffled") == pytest.approx([0.1, 0.2] * 6)
+    bins = [0.0] * 4 + [mean - 0.2] * 2 + [0.0] * 4      # frozen is 2.0 there, and 9 elsewhere
+    assert curves(figure, "gain over frozen, by t") == [pytest.approx(bins, abs=1e-6)] * 6
+
+
+def test_the_second_figure_shows_the_numbers_of_the_tables(drawn, tmp_path):
+    results = every_cell()
+    assert study_figures.draw_ablations(results, tmp_path / "a.png") == tmp_path / "a.png"
+    figure = drawn["a.png"]
+    by_mode = torch.tensor(dots(figure, "Table 2")).reshape(6, 3, 2)     # mode, geometry, how
+    assert by_mode[0, :, 0].tolist() == pytest.approx([-0.3] * 3)        # masked, all-except-A
+    assert by_mode[1, :, 0].tolist() == pytest.approx([-0.4] * 3)        # masked, A
+    assert by_mode[0, :, 1].tolist() == pytest.approx([0.0] * 3)
+    assert by_mode[1, :, 1].tolist() == pytest.approx([-0.05] * 3)       # retrained, A
+    bins = [0.0] * 4 + [0.03] * 2 + [0.0] * 4
+    assert curves(figure, "cost of no training") == [pytest.approx(bins, abs=1e-6)] * 6
+    assert dots(figure, "one setting") == pytest.approx([0] * 14)
+
+
+def test_a_figure_waits_for_no_group_and_shows_what_is_finished(drawn, tmp_path):
+    results = {cell: result for cell, result in every_cell().items() if "rank" not in cell.name}
+    study_figures.draw_ablations(results, tmp_path / "a.png")
+    titles = [ax.get_title().split()[0] for ax in drawn["a.png"].axes]
+    assert titles == ["Table", "cost"]
+    first = {cell: results[cell] for cell in (INTACT, SLICED, *study_cells.rate_cells(results))}
+    study_figures.draw_comparisons(first, tmp_path / "b.png")            # one seed: no error bar
+    assert study_figures.draw_ablations(first, tmp_path / "c.png") is None and "c.png" not in drawn
+
+
+def words_of(ax):
+    """The title, the labels and the tick labels that are drawn."""
+    words = [ax.title, ax.xaxis.label, ax.yaxis.label]
+    for axis in (ax.xaxis, ax.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        for tick in axis.get_major_ticks():
+            if low <= tick.get_loc() <= high:
+                words.append(tick.label1)
+    return [word for word in words if word.get_text()]
+
+
+def test_no_words_of_a_figure_overlap_or_leave_it(tmp_path, monkeypatch):
+    """Of the committed results, as they are drawn."""
+    if not committed():
+        pytest.skip("no cell is committed")
+    figures = []
+    monkeypatch.setattr(common, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(common, "ROOT", tiny.ROOT)
+    results = study_cells.read_results()
+    study_figures.draw_comparisons(results, tmp_path / "a.png")
+    study_figures.draw_ablations(results, tmp_path / "b.png")
+    for figure in figures:
+        figure.draw_without_rendering()
+        words = figure.legends[0].get_texts()
+        for ax in figure.axes:
+            words += words_of(ax)
+        assert len(words) > 40
+        boxes = [word.get_window_extent() for word in words]
+        for i, box in enumerate(boxes):
+            assert 0 <= box.x0 and box.x1 <= figure.bbox.x1, words[i]
+            assert 0 <= box.y0 and box.y1 <= figure.bbox.y1, words[i]
+            for other, word in zip(boxes[:i], words):
+                assert not box.overlaps(other), (words[i], word)
 
 
 # ------------------------------------------------------------------------------- committed cells
@@ -315,28 +463,28 @@ def committed():
 
 
 @pytest.mark.skipif(not committed(), reason="no cell is committed")
-def test_committed_cells_share_their_settings():
-    shared = ("train", "test", "steps", "seqlen", "windows", "seeds")
-    configs = [json.loads(path.read_text())["config"] for path in committed()]
-    assert len({json.dumps([config[k] for k in shared]) for config in configs}) == 1
+def test_committed_cells_share_their_settings_and_are_read_as_what_they_are():
+    shared = set()
+    for path in committed():
+        saved = common.read_json(path)
+        shared.add(json.dumps([saved["config"][name] for name in study_cells.SHARED]))
+        assert study_cells.read_cell(path, saved["metrics"]).name == path.stem
+    assert len(shared) == 1
 
 
-@pytest.mark.skipif(not (tiny.ROOT / "corpora").exists() or not committed(),
-                    reason="the texts are not here")
-def test_a_cheap_committed_cell_is_what_it_would_be_now(monkeypatch):
+@pytest.mark.skipif(not committed(), reason="no cell is committed")
+@pytest.mark.parametrize("cell", [INTACT, SLICED], ids=lambda cell: cell.name)
+def test_a_cheap_committed_cell_is_what_it_would_be_now(cell):
     """The frozen backbones on tiny Shakespeare, one seed."""
-    monkeypatch.chdir(tiny.ROOT)
-    tokenizer = ByteTokenizer()
-    for sliced in (False, True):
-        saved = json.loads((tiny.ROOT / "results" / "study" / (
-            study.Cell("none", {}, sliced).name + ".json")).read_text())
-        cfg = SimpleNamespace(**saved["config"])
-        path = dict(item.split("=") for item in cfg.test)["shakespeare"]
-        model = load_backbone("small")
-        model = study.sliced_backbone(model) if sliced else model
-        now = study.score(model, {}, {"shakespeare": load_corpus([path], tokenizer)}, tokenizer,
-                          cfg.seqlen, cfg.windows, [42], torch.arange(256).repeat(2))
-        was = saved["metrics"]["scores"]["shakespeare"]["frozen"]
-        for metric in ("elbo", "cart"):                  # float32 on another machine
-            got = now["shakespeare"]["frozen"][metric][0]
-            assert got == pytest.approx(was[metric][0], rel=1e-4)
+    path = tiny.ROOT / "results" / "study" / f"{cell.name}.json"
+    saved = common.read_json(path)
+    config = SimpleNamespace(**saved["config"])
+    was = study_cells.read_result(cell, saved["metrics"]).scores["shakespeare"]
+    corpora = {"shakespeare": load_corpus([tiny.ROOT / "assets/tinyshakespeare.txt"],
+                                          ByteTokenizer())}
+    held_out = HeldOut(corpora, ByteTokenizer(), config.seqlen, config.windows, (42,))
+    now = score_references(study.backbone_of(cell), held_out, torch.arange(256).repeat(2))
+    frozen = Row("frozen")
+    for metric in ("elbo", "cart"):                      # float32 on another machine
+        got = now["shakespeare"][frozen][metric][0]
+        assert got == pytest.approx(was[frozen][metric][0], rel=1e-4)
