@@ -14,8 +14,10 @@ Differs from the paper: nothing.
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 
 import common
 from checkpoint import copy_adapter
@@ -26,7 +28,7 @@ ASSETS = common.SOURCE / "assets"
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Publish a finished run."""
-    run: str                   # folder with a result.json, such as runs/certify
+    run: Annotated[str, tyro.conf.Positional] = ""  # folder of a finished run: runs/certify
     name: str = ""             # of the result; default: the folder's name
     dirty: bool = False        # allow a run of uncommitted code
 
@@ -48,7 +50,10 @@ def publish(run, name="", dirty=False):
     if found["dirty"] and not dirty:
         raise common.UserError(f"{source} was made from uncommitted code ({found['commit']}); "
                                "commit and run again, or give --dirty")
-    script, name = found["script"], name or run.name
+    script = found["script"]
+    name = name or run.resolve().name
+    if Path(name).name != name:
+        raise common.UserError(f"--name: got {name!r}, need a file's name without folders")
     written = [copy(source, common.ROOT / "results" / script / f"{name}.json")]
     for figure in sorted(run.glob("*.png")):
         written.append(copy(figure, common.ROOT / "figures" / figure.name))
@@ -63,6 +68,8 @@ def publish(run, name="", dirty=False):
 
 
 def main(cfg):
+    if not cfg.run:
+        raise common.UserError("nothing to publish: give the folder of a run, such as runs/certify")
     written = publish(cfg.run, cfg.name, cfg.dirty)
     names = [path.relative_to(common.ROOT) if path.is_relative_to(common.ROOT) else path
              for path in written]
