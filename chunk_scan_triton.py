@@ -1,7 +1,7 @@
 """The bidirectional chunked scan on a GPU: Triton kernels, forward and backward (eq. 7, 11).
 
 Run:      not a script: chunk_scan.py imports it for CUDA tensors. `python tests/compile_kernels.py`
-          says what the kernels compile to; `python -m experiments.bench --gpu-check` runs them on
+          says what the kernels compile to; `python -m experiments.gpu_check` runs them on
           a GPU.
 
 In one chunk, direction d and head, from the sums of a = dt A over the chunk in the order of d

@@ -261,13 +261,6 @@ def save_result(path, metrics, cfg, env):
     write_json(path, {"metrics": metrics, "config": cfg, "seconds": seconds, **about})
 
 
-def publish(script, run, result, cfg=None, env=None):
-    """To be removed: the scripts that still have --publish."""
-    path = ROOT / "results" / script / f"{run}.json"
-    write_json(path, {"metrics": result, "config": cfg, **(env or environment())})
-    return path
-
-
 def from_preset(config_class, presets, name, **given):
     """The configuration of a preset, in which each value that is given wins."""
     if name not in presets:

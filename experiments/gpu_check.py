@@ -32,7 +32,7 @@ direction's states, and the pass that modulates B and C.
 Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians over the rounds
           error   norm of the difference over the norm of what is right, the worst of all tensors
 Differs from the paper: this compares implementations on one input in one run; Table 3's protocol is
-          bench.py --preset paper. No GPU time has been measured yet.
+          `experiments.bench --preset paper`. No GPU time has been measured yet.
 """
 import copy
 import dataclasses

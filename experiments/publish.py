@@ -4,9 +4,9 @@ Run:      python -m experiments.publish runs/certify --name small
 Last line: "published results/certify/small.json, figures/fig1_certificate.png"
 
 A run writes into runs/, which git ignores. Its result.json already holds the commit, the command,
-the versions and the hardware; this command refuses one that was made from uncommitted code. Of a
-run of train.py with `--preset shipped` it also makes the adapter in assets/, and of one of
-`pretrain.py` with `--preset small` the backbone there.
+the versions and the hardware; this command refuses one that was made from uncommitted code. Where a
+run is the origin of a file in assets/ (`train.py --preset shipped`, `experiments.pretrain --preset
+small`, `experiments.hrm_adapter --make-backbone`), it makes that file too.
 
 Symbols:  none.
 Differs from the paper: nothing.
@@ -57,14 +57,21 @@ def publish(run, name="", dirty=False):
     written = [copy(source, common.ROOT / "results" / script / f"{name}.json")]
     for figure in sorted(run.glob("*.png")):
         written.append(copy(figure, common.ROOT / "figures" / figure.name))
-    preset = (found["config"] or {}).get("preset")
-    if (script, preset) == ("train", "shipped"):
-        target = ASSETS / f"adapter_{found['config']['kernel']}.safetensors"
+    return written + publish_assets(run, script, found["config"])
+
+
+def publish_assets(run, script, config):
+    """The files in assets/ that this run is the origin of: their paths."""
+    if script == "train" and config["preset"] == "shipped":
+        target = ASSETS / f"adapter_{config['kernel']}.safetensors"
         copy_adapter(run / "adapter.safetensors", target, torch.float16)
-        written.append(target)
-    if (script, preset) == ("pretrain", "small"):
-        written.append(copy(run / "backbone.safetensors", ASSETS / "hydra_small.safetensors"))
-    return written
+        return [target]
+    if script == "pretrain" and config["preset"] == "small":
+        return [copy(run / "backbone.safetensors", ASSETS / "hydra_small.safetensors")]
+    if script == "hrm_adapter" and config["make_backbone"]:
+        name = "transformer_small.safetensors"
+        return [copy(run / name, ASSETS / name)]
+    return []
 
 
 def main(cfg):
