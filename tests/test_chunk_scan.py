@@ -235,6 +235,14 @@ def test_extreme_steps_stay_exact(case):
         assert_close(got, want, FLOAT32, floor)
 
 
+def test_a_log_decay_above_zero_counts_as_zero_and_has_no_gradient():
+    inputs = random_inputs(40, groups=2)
+    want = value_and_gradients(loop_oracle, inputs | {"A": torch.zeros_like(inputs["A"])})
+    want["dA"] = torch.zeros_like(want["dA"])
+    got = value_and_gradients(chunked(16), inputs | {"A": -inputs["A"]})
+    assert_close(got, want, FLOAT64)
+
+
 @pytest.mark.parametrize("length", (64, 65, 150))
 def test_reversing_the_input_and_swapping_the_directions_reverses_the_output(length):
     inputs = random_inputs(length, groups=2, per_sample=True)

@@ -144,6 +144,13 @@ class TestKernels:
             floor = 50 * want["y"].abs().max().item() * (10 if dtype == torch.bfloat16 else 1)
         assert_close(run(inputs, dtype), want, dtype, floor)
 
+    def test_a_log_decay_above_zero_counts_as_zero_and_has_no_gradient(self):
+        inputs = dict(example(40)[0])
+        inputs["A"] = torch.zeros_like(inputs["A"])
+        want = plain.value_and_gradients(plain.loop_oracle, inputs)
+        want["dA"] = torch.zeros_like(want["dA"])
+        assert_close(run(inputs | {"A": torch.full_like(inputs["A"], 2.0)}), want)
+
     def test_padding_with_dt_zero_changes_nothing(self):
         inputs, want = example(40)
         padded = {k: v if k == "A" else torch.cat([v, 7 * torch.ones_like(v)], 1)
@@ -224,6 +231,11 @@ class TestKernels:
         inputs[2] = inputs[2].detach().expand(1, 2).contiguous().requires_grad_()
         torch.library.opcheck(chunk_scan_triton.scan_op, (*inputs, A_MIN), test_utils=(
             "test_schema", "test_autograd_registration", "test_faketensor"))
+        x, dt, A, B, C, D = (v.detach() for v in inputs)
+        y, rows, states = chunk_scan_triton.scan_op(x, dt, A, B, C, D, A_MIN)
+        torch.library.opcheck(
+            chunk_scan_triton.backward_op, (y, x, A, B, C, D, rows, states, A_MIN),
+            test_utils=("test_schema", "test_faketensor"))
 
     def test_the_backward_pass_writes_no_zeros_for_the_gradients_of_saved_states(self):
         leaves, seen = [v.requires_grad_() for v in cast(inputs_of(5), torch.float32).values()], []
