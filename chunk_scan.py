@@ -109,10 +109,11 @@ def chunked_scan(x, dt, A, B, C, D, chunk_size):
 
     x = cut(x, "b (c q) (g h) p -> b c g q h p", q, g)
     D = cut(D, "b (c q) (g h) -> b c g q h 1", q, g)
-    a = cut(a, "b (c q) d (g h) -> d b c g h q", q, g)
-    dt = cut(dt, "b (c q) d (g h) -> d b c g h q", q, g)
-    B = cut(B, "b (c q) d g n -> d b c g q n", q, g)
-    C = cut(C, "b (c q) d g n -> d b c g q n", q, g)
+    # And a pair of tensors, one for each direction, of:
+    a = cut(a, "b (c q) d (g h) -> d b c g h q", q, g).unbind(0)
+    dt = cut(dt, "b (c q) d (g h) -> d b c g h q", q, g).unbind(0)
+    B = cut(B, "b (c q) d g n -> d b c g q n", q, g).unbind(0)
+    C = cut(C, "b (c q) d g n -> d b c g q n", q, g).unbind(0)
 
     forward = chunk_sums(a[0], reverse=False)
     backward = chunk_sums(a[1], reverse=True)
@@ -154,7 +155,7 @@ def within_chunks(x, dt, B, C, forward, backward):
     predecessor, and before_i - through_j is the sum of a strictly between j and i. Direction 0
     fills the triangle below the diagonal and direction 1 the one above, so one matrix holds both.
     """
-    q = dt.shape[-1]
+    q = x.shape[-3]
     below = torch.ones(q, q, dtype=torch.bool, device=x.device).tril(-1)    # i after j
     CB = torch.where(below, C[0] @ B[0].mT, (C[1] @ B[1].mT).triu(1))       # b c g q q
     # On the diagonal, where CB is 0, `between` is -a <= 30: no infinity meets that 0.
