@@ -224,7 +224,9 @@ def environment():
     inside = program.is_relative_to(SOURCE)
     return {
         "commit": git("rev-parse", "--short=12", "HEAD") or "unknown",
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        # What runs publish is no code: publishing one does not make the next one dirty.
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results",
+                          ":!figures", ":!RESULTS.md", ":!README.md")),
         "argv": [str(program.relative_to(SOURCE)) if inside else program.name, *sys.argv[1:]],
         "python": platform.python_version(), **versions,
         "hardware": {"cpu": cpu[1] if cpu else platform.processor(), "cores": os.cpu_count(),
