@@ -466,7 +466,7 @@ def lock(folder):
     """
     if fcntl is None or folder in LOCKS:
         return
-    file = open(folder / ".lock", "a")
+    file = open(folder / ".lock", "ab")
     try:
         # Not flock: its lock would be shared with the loading processes, which outlive a kill.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -487,15 +487,23 @@ def unlock(folder):
 
 def check_same_run(folder, cfg, inputs, free):
     """Raise UserError unless the run in the folder had the same settings, weights and texts."""
-    before = common.read_json(folder / "config.json", "config", "commit")
-    settings = common.plain(cfg)
-    for name, value in settings.items():
-        if name not in free and before["config"].get(name, value) != value:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise common.UserError(f"{folder} has no config.json, so it is not a run that could be "
+                               "continued; choose another --name")
+    before = common.read_json(path, "config", "commit")
+    try:
+        settings_before = dict(before["config"])
+        inputs_before = dict(before.get("inputs", {}))
+    except (TypeError, ValueError):
+        raise common.UserError(f"{path} is damaged; choose another --name") from None
+    for name, value in common.plain(cfg).items():
+        if name not in free and settings_before.get(name, value) != value:
             raise common.UserError(
-                f"--resume: {name} was {before['config'][name]!r} in {folder} and is {value!r} "
+                f"--resume: {name} was {settings_before[name]!r} in {folder} and is {value!r} "
                 "now; give the same settings or another --name")
     for name, value in inputs.items():
-        if before.get("inputs", {}).get(name, value) != value:
+        if inputs_before.get(name, value) != value:
             raise common.UserError(f"--resume: the content of --{name} has changed since {folder} "
                                    "was begun; give what it was trained with, or another --name")
 

@@ -317,7 +317,7 @@ def run_cli(config_class, main, presets=None):
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         with contextlib.suppress(AttributeError):  # a text may hold what the terminal cannot show
             getattr(sys, name).reconfigure(errors="replace")
     try:

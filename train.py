@@ -19,8 +19,10 @@ Differs from the paper: its batch of 112 is read as global. Noise depends on (se
 import contextlib
 import dataclasses
 import math
+import multiprocessing.connection
 import os
 import signal
+import sys
 import time
 from typing import ClassVar, Literal
 
@@ -243,30 +245,57 @@ def loading(loader):
 
     They leave Ctrl-C and SIGTERM to this process, which saves first; so they have to be told.
     """
-    batches = iter(loader)
-    workers = getattr(batches, "_workers", [])  # none where this process loads the data itself
+    others = multiprocessing.active_children()
+    workers = []  # none where this process loads the data itself
     try:
+        batches = iter(loader)
+        workers = getattr(batches, "_workers", [])
+        if workers:
+            # torch would raise at the death of one, wherever this process is, and again soon after.
+            # Without that, the death shows when its batch is waited for, after 5 seconds at most.
+            torch_handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         yield batches
+        if workers:
+            batches._shutdown_workers()  # what its own __del__ calls
     except common.UserError:
         raise
-    except Exception:  # a dead process shows as one of many kinds
-        for worker in workers:
-            worker.join(timeout=0.1)  # one that is being killed closes its pipes before it is gone
-        dead = [worker.exitcode for worker in workers if not worker.is_alive()]
-        if not dead:
+    except Exception:  # the death of a process shows as one of many kinds
+        status = status_of_a_dead(workers)
+        if status is None:
             raise
-        raise common.UserError(f"a data loading process has died (exit status {dead[0]}): give "
+        raise common.UserError(f"a data loading process has died (exit status {status}): give "
                                "fewer --workers if memory was short, and go on with --resume"
                                ) from None
     finally:
+        for child in multiprocessing.active_children():  # of an iter that failed half-way, too
+            if child not in others:
+                child.kill()
+                child.join()
         if workers:
-            batches._shutdown_workers()  # what its own __del__ calls, which an exception delays
+            batches._shutdown = True  # or __del__ might wait for a lock that a dead one has held
+            signal.signal(signal.SIGCHLD, torch_handler)
 
 
-def ignore_signals(worker_id):
-    """Data loading processes leave Ctrl-C and SIGTERM to the main one, which saves first."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+def status_of_a_dead(workers):
+    """The exit status of a process that has died; None where all live, or there are none.
+
+    One that is being killed closes its pipes, which is an error here, before it is gone.
+    """
+    seconds = 1 if workers else 0
+    ended = multiprocessing.connection.wait([w.sentinel for w in workers], timeout=seconds)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()
+            return worker.exitcode
+    return None
+
+
+def begin_worker(worker_id):
+    """What a data loading process does first."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # for the main process, which saves first
         signal.signal(number, signal.SIG_IGN)
+    # A thread here says by it that the main process has hung up. Errors reach that one otherwise.
+    sys.excepthook = lambda *error: None
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -398,6 +427,7 @@ def make_loader(cfg, windows, tokenizer, start, device):
     rank, world = common.rank_and_world()
     dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
                                stratified=cfg.stratified, t_hole=cfg.t_hole)
+<<<<<<< HEAD
     return DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
                       num_workers=cfg.workers, pin_memory=device.type == "cuda",
                       worker_init_fn=ignore_signals)
@@ -406,6 +436,11 @@ def make_loader(cfg, windows, tokenizer, start, device):
 def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal):
     """`train_steps` under DDP, ended after its step by a signal to any rank. Returns the steps."""
     world = common.rank_and_world()[1]
+=======
+    loader = DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
+                        num_workers=cfg.workers, pin_memory=device.type == "cuda",
+                        worker_init_fn=begin_worker)
+>>>>>>> w-faults
     module = denoiser
     if world > 1:  # an ablation leaves some readouts without a gradient
         module = DistributedDataParallel(denoiser, forward_sync_buffers=False,
@@ -570,6 +605,11 @@ def main(cfg, backbone=None):
     join_group(device)
     try:
         result = run(cfg, device, backbone)
+    except RuntimeError as error:
+        if "gloo/transport" not in str(error):
+            raise
+        raise common.UserError("the connection to another rank is lost; where that has ended, it "
+                               "has said why") from None
     finally:
         unlock(run_folder(cfg.name))
     if dist.is_initialized():  # not after a failure: the others would be waited for

@@ -3,10 +3,11 @@
 `python tests/forks.py FOLDER`, with the inputs of tiny.py, says "ready" and then reads one JSON job
 a line: argv of train.py, number of ranks, port, root (results go to ROOT/runs), log, and perhaps a
 fault: the signal that one rank sends itself at the nth event of a name. It answers the process ids,
-then each rank's exit status. The ranks of a job are one process group, which a SIGKILL ends as a
-whole; the signal FULL is the OSError of a full disk. Events are "before" and "after" each write,
-fsync, rename and line of metrics, "half" of a write or a line, and before and after each sample,
-step and evaluation; "file" counts those of files.
+then each rank's exit status. A rank leaves as a script does, through all that Python does at its
+end. The ranks of a job and their loading processes are one process group, which a SIGKILL ends as a
+whole; the signal FULL is the OSError of a full disk, BUG a RuntimeError. Events are "before" and
+"after" each write, fsync, rename and line of metrics, "half" of a write or a line, and before and
+after each sample, step, evaluation and fork; "file" counts those of files.
 """
 import contextlib
 import errno
@@ -44,13 +45,14 @@ def watch(happened):
 
     @contextlib.contextmanager
     def half_file(path, content, *encoding):
-        with open(path, "w" if isinstance(content, str) else "wb") as file:
-            file.write(content[:len(content) // 2])
+        raw = content.encode(*encoding) if isinstance(content, str) else content
+        with open(path, "wb") as file:
+            file.write(raw[:len(raw) // 2])
         yield
 
     @contextlib.contextmanager
     def half_line(folder, **row):
-        with open(Path(folder) / "metrics.jsonl", "a") as file:
+        with open(Path(folder) / "metrics.jsonl", "a", encoding="utf-8") as file:
             size = file.tell()
             file.write('{"step": 1')
             file.flush()
@@ -65,6 +67,7 @@ def watch(happened):
     around(data.DiffusionDataset, "__getitem__", "sample")
     around(train.Denoiser, "forward", "step")
     around(train, "score_adapter", "evaluation")
+    around(os, "fork", "fork")
 
 
 def strike(fault):
@@ -72,14 +75,21 @@ def strike(fault):
     seen = Counter()
 
     def happened(event):
-        seen[event] += 1
-        seen["file"] += event.split()[1] in FILES
-        counted = event if fault["at"] == event else "file" if event.split()[1] in FILES else ""
-        if fault["at"] == counted and seen[counted] == fault["nth"]:
-            if fault["signal"] == "FULL":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            number = getattr(signal, fault["signal"])
-            os.killpg(0, number) if number == signal.SIGKILL else os.kill(os.getpid(), number)
+        names = [event]
+        if event.split()[1] in FILES:
+            names.append("file")
+        seen.update(names)
+        if fault["at"] not in names or seen[fault["at"]] != fault["nth"]:
+            return
+        if fault["signal"] == "FULL":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if fault["signal"] == "BUG":
+            raise RuntimeError("a bug of ours")
+        number = getattr(signal, fault["signal"])
+        if number == signal.SIGKILL:
+            os.killpg(0, number)
+        else:
+            os.kill(os.getpid(), number)
     return happened
 
 
@@ -91,20 +101,26 @@ def run_rank(job, rank):
     if job["ranks"] > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job["ranks"]), MASTER_ADDR="127.0.0.1",
                           MASTER_PORT=str(job["port"]))
-    common.ROOT, sys.argv = Path(job["root"]), ["train.py", *job["argv"]]
+    common.ROOT = Path(job["root"])
+    sys.argv = ["train.py", *job["argv"]]
     fault = job["fault"]
     if fault and rank == fault["rank"]:
         watch(strike(fault))
-    try:
-        common.run_cli(train.Config, train.main, train.PRESETS)
-    except SystemExit as stop:
-        return stop.code or 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    finally:
-        sys.stdout.flush()
-    return 0
+    common.run_cli(train.Config, train.main, train.PRESETS)
+
+
+def start(job):
+    """Fork the ranks of a job -> their process ids; in a rank, it returns nothing at its end."""
+    pids = []
+    for rank in range(job["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            run_rank(job, rank)
+            return None
+        os.setpgid(pid, pids[0] if pids else pid)
+        pids.append(pid)
+    return pids
 
 
 def main(folder):
@@ -113,17 +129,12 @@ def main(folder):
         train.main(tiny.config(folder, name="warm", max_steps=1))  # what is imported late, once
     print("ready", flush=True)
     for line in sys.stdin:
-        job, pids = json.loads(line), []
-        for rank in range(job["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                os.setpgid(0, pids[0] if pids else 0)
-                os._exit(run_rank(job, rank))
-            os.setpgid(pid, pids[0] if pids else pid)
-            pids.append(pid)
+        pids = start(json.loads(line))
+        if pids is None:
+            return
         print(json.dumps(pids), flush=True)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]),
-              flush=True)
+        ends = [os.waitpid(pid, 0)[1] for pid in pids]
+        print(json.dumps([os.waitstatus_to_exitcode(end) for end in ends]), flush=True)
 
 
 if __name__ == "__main__":

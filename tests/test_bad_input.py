@@ -2,10 +2,13 @@
 import dataclasses
 import errno
 import importlib
+import io
 import json
 import math
+import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -21,6 +24,7 @@ from tiny import command
 import checkpoint
 import common
 import data
+import train
 from experiments import pretrain
 from checkpoint import fingerprint, load_backbone
 from hydra_ssm import HydraBert
@@ -36,7 +40,7 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def refused(run, *words):
-    """One line on stderr that carries the words, nothing on stdout, status 2."""
+    """One line on stderr that carries the words, and status 2."""
     assert run.status == 2 and "Traceback" not in run.err
     assert run.err.count("\n") == 1 and run.err.startswith("error: "), run.err
     for word in words:
@@ -271,6 +275,126 @@ def test_a_line_without_end_and_a_million_documents_take_bounded_memory(tmp_path
     assert float(megabytes) < bound and int(documents) >= 1
     if not wordpiece:
         assert int(ids) == size // len(unit) * len(unit) + int(documents)
+
+
+# ------------------------------------------------------------------------------------ run folders
+
+TINY = {"train.py": lambda work: tiny.arguments(work, steps=4, save_every=2),
+        "experiments.pretrain": lambda work: [
+            "--seqlen", 32, "--batch", 4, "--steps", 4, "--d-model", 32, "--n-layer", 1,
+            "--d-state", 4, "--headdim", 16, "--save-every", 2, "--eval-windows", 4,
+            "--text", work / "text.txt", "--valid", f"held-out={work / 'text.txt'}"]}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def run_of(request, work):
+    """A function that runs a script in the folder of a name, and a finished run called "done"."""
+    def run_in(name, *more):
+        return command(request.param, *TINY[request.param](work), "--name", name, *more)
+
+    run = run_in("done", "--overwrite")
+    assert run.status == 0, run.err
+    return run_in
+
+
+DAMAGES = [  # file, what becomes of it (None: it is gone), what is said
+    ("config.json", None, "has no config.json"),
+    ("config.json", b"", "config.json is damaged"),
+    ("config.json", b"{", "config.json is damaged"),
+    ("config.json", b"\xff", "config.json is damaged"),
+    ("config.json", b"{}", "config.json has no 'config'"),
+    ("config.json", b"[]", "config.json has no 'config'"),
+    ("config.json", b'{"config": 3, "inputs": {}, "commit": ""}', "config.json"),
+    ("config.json", b'{"config": {}, "inputs": 3, "commit": ""}', "config.json"),
+    ("metrics.jsonl", b'{"loss": 1.0}\n', "metrics.jsonl:1 has no step"),
+    ("metrics.jsonl", b'[1]\n', "metrics.jsonl:1 has no step"),
+    ("metrics.jsonl", b'{"step": "x"}\n', "metrics.jsonl:1 has no step"),
+    ("last.pt", b"", "last.pt: damaged"),
+    ("last.pt", b"PK\3\4", "last.pt: damaged"),
+    ("last.pt", lambda whole: whole[:-99], "last.pt: damaged"),
+    ("last.pt", lambda whole: torch_file({}), "last.pt: the checkpoint of another run"),
+    ("last.pt", lambda whole: torch_file([1]), "last.pt: the checkpoint of another run"),
+    ("last.pt", lambda whole: torch_file({"step": "x"}), "last.pt: the checkpoint of another run")]
+
+
+def torch_file(content):
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("file, change, words", DAMAGES)
+def test_a_damaged_file_of_a_run_is_one_line_that_names_it(work, run_of, file, change, words):
+    folder = work / "runs" / "damaged"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(work / "runs" / "done", folder)
+    config = (folder / "config.json").read_text("utf-8").replace('"done"', '"damaged"')
+    (folder / "config.json").write_text(config.replace('"overwrite": true', '"overwrite": false'),
+                                        "utf-8")
+    if change is None:
+        (folder / file).unlink()
+    elif callable(change):
+        (folder / file).write_bytes(change((folder / file).read_bytes()))
+    else:
+        (folder / file).write_bytes(change)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refused(run_of("damaged", "--resume"), words)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["../x", "..", ".", "a/../../x", "/x", "a/.."])
+def test_a_run_stays_in_runs(work, run_of, name):
+    before = sorted(work.iterdir())
+    refused(run_of(name, "--overwrite"), f"--name: got {name!r}")
+    assert sorted(work.iterdir()) == before and not os.path.exists("/x")
+
+
+def test_overwrite_leaves_a_folder_alone_that_is_no_run(work, run_of):
+    folder = work / "runs" / "model"
+    folder.mkdir(exist_ok=True)
+    files = {"config.json": '{"architectures": ["BertModel"]}', "last.pt": "x"}
+    for file, content in files.items():
+        (folder / file).write_text(content)
+    for more in ((), ("--overwrite",), ("--resume",)):
+        refused(run_of("model", *more), "model")
+    (folder / "config.json").unlink()
+    files.pop("config.json")
+    for more in ((), ("--overwrite",), ("--resume",)):
+        refused(run_of("model", *more), "model")
+    assert {file: (folder / file).read_text() for file in files} == files
+
+
+def race(function):
+    """What two processes say that call `function` at the same moment: nothing, or why not. Each
+    holds what it has got until both have answered."""
+    forks = multiprocessing.get_context("fork")
+    together = forks.Barrier(2)
+    answers = forks.Queue()
+
+    def contend():
+        together.wait()
+        try:
+            function()
+            said = ""
+        except common.UserError as error:
+            said = str(error)
+        answers.put(said)
+        together.wait()
+
+    contenders = [forks.Process(target=contend) for _ in range(2)]
+    for contender in contenders:
+        contender.start()
+    said = sorted(answers.get(timeout=20) for _ in contenders)
+    for contender in contenders:
+        contender.join()
+    return said
+
+
+def test_of_two_starts_at_the_same_moment_one_runs_and_the_other_is_told_in_one_line(tmp_path):
+    for attempt in range(20):
+        folder = tmp_path / str(attempt)
+        one, other = race(lambda: checkpoint.open_run(folder, train.Config(), {}, {}))
+        assert one == "" and "in use by another process" in other
 
 
 # ----------------------------------------------------------------------------------------- shards

@@ -2,9 +2,11 @@
 
 Real processes and real files: tests/forks.py runs train.py in forks of one process, which saves the
 seconds of importing torch at each of the many starts. Bit-equality is asked of the adapter, both
-moments, every row of metrics.jsonl but its speeds, and the result.
+moments, every row of metrics.jsonl but its speeds, and the result. And whatever ends a run, it ends
+soon, says why in one line, and leaves no process behind.
 """
 import json
+import math
 import os
 import random
 import re
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import tiny
@@ -22,11 +25,49 @@ import torch
 from helpers import ROOT
 from safetensors.torch import load_file
 
-from checkpoint import load_state, read_metrics
+from checkpoint import read_metrics
 from data import Windows, load_corpus
 from text import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def until(condition, seconds, otherwise=lambda: ""):
+    """Wait for a condition; otherwise() is said where it never comes."""
+    deadline = time.time() + seconds
+    while not condition() and time.time() < deadline:
+        time.sleep(0.02)
+    assert condition(), otherwise()
+
+
+class Process(NamedTuple):
+    pid: int
+    state: str  # Z: a zombie, which waits for its parent to hear of it
+    parent: int
+    group: int
+
+
+def processes():
+    """Every process of this machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, _, fields = path.read_text("utf-8", "replace").rpartition(") ")
+        except OSError:  # it has just ended
+            continue
+        state, parent, group, *_ = fields.split()
+        found.append(Process(int(path.parent.name), state, int(parent), int(group)))
+    return found
+
+
+def children(pid):
+    return [process.pid for process in processes() if process.parent == pid]
 
 
 class Forks:
@@ -41,20 +82,34 @@ class Forks:
 
     def start(self, *argv, ranks=1, fault=None):
         """Start a run -> the process id of each rank; the first is that of their group."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.log = self.folder / f"{port}.log"
         self.log.write_text("")  # now: a rank may be killed before it opens it
         job = {"argv": list(map(str, argv)), "ranks": ranks, "root": str(self.folder), "port": port,
                "log": str(self.log), "fault": fault}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        self.ranks = json.loads(self.process.stdout.readline())
+        return self.ranks
 
-    def wait(self):
+    def living(self):
+        """The processes of the run, loading ones too, that have not ended."""
+        return [p.pid for p in processes() if p.group == self.ranks[0] and p.state != "Z"]
+
+    def said(self):
+        return self.log.read_text("utf-8")
+
+    def wait(self, seconds=60):
         """-> each rank's exit status, negative for a signal, and what the ranks said."""
-        return json.loads(self.process.stdout.readline()), self.log.read_text()
+        deadline = time.time() + seconds
+        while set(self.ranks) & set(self.living()) and time.time() < deadline:
+            time.sleep(0.01)
+        late = set(self.ranks) & set(self.living())
+        if late:
+            os.killpg(self.ranks[0], signal.SIGKILL)
+        status = json.loads(self.process.stdout.readline())
+        assert not late, f"still there after {seconds} seconds; it said {self.said()}"
+        return status, self.said()
 
     def run(self, *argv, **how):
         self.start(*argv, **how)
@@ -65,8 +120,10 @@ class Forks:
 def forks(work):
     """Inputs of 18 windows: an epoch ends within the fifth step and after the ninth."""
     draw = random.Random(1)
-    documents = (" ".join("".join(draw.choices("aeinorst", k=4)) for _ in range(6))
-                 for _ in range(40))
+    documents = []
+    for _ in range(40):
+        words = ["".join(draw.choices("aeinorst", k=4)) for _ in range(6)]
+        documents.append(" ".join(words))
     (work / "text.txt").write_text("\n\n".join(documents))
     windows = Windows(load_corpus(work / "text.txt", ByteTokenizer(), "train"), 64, 256)
     assert len(windows) == 18
@@ -96,13 +153,15 @@ def whole(forks, ranks):
 
 def outcome(folder):
     """All numbers of a run folder that do not say how fast it was."""
-    state = load_state(folder / "last.pt")
-    result = json.loads((folder / "result.json").read_text())
+    state = torch.load(folder / "last.pt", weights_only=True)
+    metrics = read_metrics(folder)
+    for row in metrics:
+        row.pop("tokens_per_second", None)
+    result = json.loads((folder / "result.json").read_text("utf-8"))["metrics"]
+    result.pop("seconds")
     return {"step": state["step"], "adapter": load_file(folder / "adapter.safetensors"),
             "last": state["adapter"], "moments": state["optimizer"]["state"],
-            "metrics": [{k: v for k, v in row.items() if k != "tokens_per_second"}
-                        for row in read_metrics(folder)],
-            "result": {k: v for k, v in result.items() if k != "seconds"},
+            "metrics": metrics, "result": result,
             "files": sorted(path.name for path in folder.iterdir())}
 
 
@@ -120,12 +179,8 @@ def assert_equal(got, expected, where=""):
 
 def newest(folder):
     """The step of the newest checkpoint, which is always whole; 0 before the first."""
-    return load_state(folder / "last.pt")["step"] if (folder / "last.pt").exists() else 0
-
-
-def go_on(folder):
-    """What the user adds to the command: nothing before there is a run."""
-    return ["--resume"] if (folder / "config.json").exists() else []
+    path = folder / "last.pt"
+    return torch.load(path, weights_only=True)["step"] if path.exists() else 0
 
 
 # --------------------------------------------------------------------------------------- kill -9
@@ -137,40 +192,53 @@ MOMENTS = [("half write", 1), ("before rename", 1), ("after rename", 1),  # of c
            ("before evaluation", 1), ("half write", 3), ("after rename", 3)]
 
 
-def chain(forks, name, faults, expected, ranks=1):
+def attempts(forks, name, faults, expected, ranks=1):
     """Attempts of one run, each ended by one of `faults` (event, which one, signal, rank) and
     continued by the next -> after each, the newest checkpoint's step and what was said."""
-    folder, settings, left = forks.folder / "runs" / name, flags(forks.folder, name), []
-    for fault in faults:
-        before, began = newest(folder), time.time()
-        status, said = forks.run(*settings, *go_on(folder), ranks=ranks,
-                                 fault=dict(zip(("at", "nth", "signal", "rank"), fault)))
+    folder = forks.folder / "runs" / name
+    settings = [*flags(forks.folder, name), "--resume"]
+    left = []
+    for at, nth, number, rank in faults:
+        before = newest(folder)
+        fault = {"at": at, "nth": nth, "signal": number, "rank": rank}
+        status, said = forks.run(*settings, ranks=ranks, fault=fault)
         assert status == ranks * [expected], (fault, said)
-        assert newest(folder) >= before and time.time() - began < 20, fault
+        assert newest(folder) >= before, fault
         left.append((newest(folder), said))
-    status, said = forks.run(*settings, *go_on(folder), ranks=ranks)
+    status, said = forks.run(*settings, ranks=ranks)
     assert not any(status), said
     assert_equal(outcome(folder), whole(forks, ranks))
     return left
 
 
+def test_a_run_killed_amid_a_write_and_a_step_ends_bit_equal(forks):
+    moments = [("half write", 2), ("after step", 9)]
+    attempts(forks, "two", [(*moment, "SIGKILL", 0) for moment in moments], -signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
 def test_a_run_killed_at_every_kind_of_moment_one_after_the_other_ends_bit_equal(forks):
-    chain(forks, "moments", [(*moment, "SIGKILL", 0) for moment in MOMENTS], -signal.SIGKILL)
+    attempts(forks, "moments", [(*moment, "SIGKILL", 0) for moment in MOMENTS], -signal.SIGKILL)
 
 
 def kill_at_random(forks, name, ranks, workers, kills, seed=0):
     """Kill the group of all ranks and workers `kills` times; a run that ends starts over."""
-    draw, folder, done = random.Random(seed), forks.folder / "runs" / name, 0
-    settings = flags(forks.folder, name, workers=workers, save_every=1)
+    draw = random.Random(seed)
+    folder = forks.folder / "runs" / name
+    settings = [*flags(forks.folder, name, workers=workers, save_every=1), "--resume"]
+    done = 0
     while done < kills:
-        saves, moment = draw.randint(0, 2), draw.uniform(0, 0.03)
-        pids = forks.start(*settings, *go_on(folder), ranks=ranks)
-        stamps, until = {stamp(folder)}, time.time() + 60
-        while len(stamps) <= saves and time.time() < until and alive(pids[0]):
+        saves = draw.randint(0, 2)
+        moment = draw.uniform(0, 0.03)
+        forks.start(*settings, ranks=ranks)
+        stamps = {stamp(folder)}
+        deadline = time.time() + 60
+        while len(stamps) <= saves and time.time() < deadline and forks.living():
             stamps.add(stamp(folder))
         time.sleep(moment)
-        if alive(pids[0]):
-            os.killpg(pids[0], signal.SIGKILL)
+        if forks.living():
+            os.killpg(forks.ranks[0], signal.SIGKILL)
         status, said = forks.wait()
         assert set(status) <= {0, -9}, said
         if any(status):
@@ -178,7 +246,7 @@ def kill_at_random(forks, name, ranks, workers, kills, seed=0):
         else:
             assert_equal(outcome(folder), whole(forks, ranks))
             shutil.rmtree(folder)
-    status, said = forks.run(*settings, *go_on(folder), ranks=ranks)
+    status, said = forks.run(*settings, ranks=ranks)
     assert not any(status), said
     assert_equal(outcome(folder), whole(forks, ranks))
 
@@ -190,14 +258,11 @@ def stamp(folder):
         return None
 
 
-def alive(pid):
-    """Not yet a zombie, which waits for its parent to hear of it."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ")[1][0] != "Z"
-
-
-@pytest.mark.parametrize("ranks, workers", [(1, 2), (2, 0)])
-def test_three_kills_of_the_whole_group_at_random_moments_change_nothing(forks, ranks, workers):
-    kill_at_random(forks, f"random{ranks}{workers}", ranks, workers, 3)
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (1, 2), (2, 0), (2, 2)])
+def test_five_kills_of_the_whole_group_at_random_moments_change_nothing(forks, ranks, workers):
+    kill_at_random(forks, f"random{ranks}{workers}", ranks, workers, 5)
 
 
 @pytest.mark.slow
@@ -207,17 +272,20 @@ def test_twenty_kills_of_the_whole_group_at_random_moments_change_nothing(forks,
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_a_kill_before_amid_or_after_any_write_fsync_or_rename_of_a_whole_run(forks):
-    name, last = "each", whole(forks, 1)
+    folder = forks.folder / "runs" / "each"
+    settings = [*flags(forks.folder, "each"), "--resume"]
+    last = whole(forks, 1)
     for nth in range(1, 1000):
-        shutil.rmtree(forks.folder / "runs" / name, ignore_errors=True)
-        status, said = forks.run(*flags(forks.folder, name),
-                                 fault={"at": "file", "nth": nth, "signal": "SIGKILL", "rank": 0})
+        shutil.rmtree(folder, ignore_errors=True)
+        fault = {"at": "file", "nth": nth, "signal": "SIGKILL", "rank": 0}
+        status, said = forks.run(*settings, fault=fault)
         if status == [0]:
             break
-        status, said = forks.run(*flags(forks.folder, name), *go_on(forks.folder / "runs" / name))
+        status, said = forks.run(*settings)
         assert status == [0], (nth, said)
-        assert_equal(outcome(forks.folder / "runs" / name), last, f"killed at event {nth}:")
+        assert_equal(outcome(folder), last, f"killed at event {nth}:")
     print(nth - 1, "kills")
     assert nth > 60
 
@@ -228,100 +296,281 @@ STOPS = [("before sample", 6), ("after sample", 1), ("before step", 1), ("before
          ("half write", 2), ("before fsync", 3), ("after rename", 2), ("after step", 1)]
 
 
+def stop(forks, name, ranks, moments):
+    """Stop a run again and again, by turns with SIGTERM and Ctrl-C; one rank alone is asked to."""
+    stops = []
+    for i, (at, nth) in enumerate(moments):
+        writes = "write" in at or "rename" in at or "fsync" in at  # which the first rank alone does
+        rank = 0 if writes else (i + 1) % ranks
+        stops.append((at, nth, ("SIGTERM", "SIGINT")[i % 2], rank))
+    for step, said in attempts(forks, name, stops, 0, ranks):
+        assert said.splitlines()[-1].startswith(f"stopped at step {step} of 24 and saved")
+
+
+def test_a_stop_saves_the_step_and_the_run_ends_bit_equal(forks):
+    stop(forks, "stop", 1, [("before step", 5)])
+
+
+@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stop_at_any_moment_of_training_saves_the_step_on_every_rank(forks, ranks):
-    """One rank alone is asked to; all leave with status 0, and say which step was saved."""
-    stops = [(at, nth, ("SIGTERM", "SIGINT")[i % 2], 0 if "write" in at or "rename" in at else
-              (i + 1) % ranks) for i, (at, nth) in enumerate(STOPS)]
-    for step, said in chain(forks, f"stop{ranks}", stops, 0, ranks):
-        assert said.splitlines()[-1].startswith(f"stopped at step {step} of 24 and saved")
+    """All leave with status 0, and say which step was saved."""
+    stop(forks, f"stop{ranks}", ranks, STOPS)
 
 
 # ------------------------------------------------------------------------------------- full disk
 
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(forks):
-    moments = ("half write", 1), ("half line", 1), ("half write", 2), ("before fsync", 2)
-    for _, said in chain(forks, "full", [(*moment, "FULL", 0) for moment in moments], 2):
+def fill_the_disk(forks, name, moments):
+    """An error of the disk at each of the moments, in turn."""
+    for _, said in attempts(forks, name, [(*moment, "FULL", 0) for moment in moments], 2):
         last = said.splitlines()[-1]
         assert last.startswith("error: ") and "No space left" in last and "is whole" in last
         assert "Traceback" not in said
 
 
-# --------------------------------------------------------------------------------------- torchrun
-
-class Torchrun:
-    """torchrun of two ranks of train.py in a copy of the repository, on an endless schedule."""
-
-    def __init__(self, inputs, tmp_path, *options):
-        for path in ROOT.glob("*.py"):
-            shutil.copy(path, tmp_path)
-        self.folder, self.log = tmp_path / "runs/long", tmp_path / "log"
-        settings = flags(inputs, "long", steps=100_000, save_every=5, eval_every=0)
-        with socket.socket() as free, open(self.log, "w") as log:
-            free.bind(("127.0.0.1", 0))
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options,
-                 "--master-port", str(free.getsockname()[1]), "train.py", *settings],
-                cwd=tmp_path, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    def until(self, condition, seconds=120):
-        deadline = time.time() + seconds
-        while not condition() and time.time() < deadline:
-            time.sleep(0.05)
-        assert condition(), self.said()[-3000:]
-
-    def said(self):
-        return self.log.read_text()
-
-    def ranks(self):
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return list(map(int, children.split()))
-
-    def stopped_at(self):
-        found = re.findall(r"stopped at step (\d+) of 100000 and saved", self.said())
-        return [int(step) for step in found]
-
-
-@pytest.fixture
-def end_of_ranks():
-    """No rank outlives a failed test."""
-    runs = []
-    yield runs
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.wait(timeout=60)
-
-
-def test_torchrun_restarts_a_killed_rank_and_a_stop_saves(forks, tmp_path, end_of_ranks):
-    run = Torchrun(forks.folder, tmp_path, "--max-restarts", "1")
-    end_of_ranks.append(run)
-    run.until(lambda: newest(run.folder) >= 5)
-    os.kill(run.ranks()[1], signal.SIGKILL)
-    run.until(lambda: "resumed at step" in run.said())
-    again = int(re.search(r"resumed at step (\d+)", run.said())[1])
-    assert again >= 5 and again % 5 == 0
-    run.until(lambda: newest(run.folder) > again)
-    asked = time.time()
-    run.process.terminate()
-    # torchrun's own status and traceback, after the ranks have left with a checkpoint
-    assert run.process.wait(timeout=60) == 1 and time.time() - asked < 20
-    (step,) = run.stopped_at()
-    assert newest(run.folder) == step > again
-    status, said = forks.run(*flags(forks.folder, "straight", steps=100_000, eval_every=0,
-                                    max_steps=step), ranks=2)
-    assert not any(status), said
-    assert_equal(load_state(run.folder / "last.pt"),
-                 load_state(forks.folder / "runs/straight/last.pt"))
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(forks):
+    fill_the_disk(forks, "full", [("half write", 3)])
 
 
 @pytest.mark.slow
-def test_ranks_that_outlive_torchrun_save_and_leave(forks, tmp_path, end_of_ranks):
-    run = Torchrun(forks.folder, tmp_path)
-    end_of_ranks.append(run)
-    run.until(lambda: newest(run.folder) >= 5)
-    ranks = run.ranks()
+@pytest.mark.faults
+def test_a_disk_that_is_full_at_any_write_is_one_line(forks):
+    moments = [("half write", 1), ("half line", 1), ("half write", 2), ("before fsync", 2)]
+    fill_the_disk(forks, "fuller", moments)
+
+
+# ------------------------------------------------------------------------- every way out of a run
+
+class Started:
+    """train.py as a user starts it: one process, or torchrun of two ranks. Its processes are known
+    by a variable that they inherit."""
+
+    def __init__(self, root, *argv, ranks=1, options=(), script=ROOT / "train.py"):
+        self.mark = f"RUN_OF_A_TEST={root}/{time.monotonic_ns()}"
+        self.log = root / "log"
+        name, _, value = self.mark.partition("=")
+        environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1", "MARK_ROOT": str(root)}
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options,
+                        "--master-port", str(free_port())]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [*command, script, *map(str, argv)], cwd=root, env=environment,
+                stdout=log, stderr=log, start_new_session=True)
+
+    def said(self):
+        return self.log.read_text("utf-8")
+
+    def main_ranks(self):
+        """The process ids of the ranks."""
+        if "torch.distributed.run" not in self.process.args:
+            return [self.process.pid]
+        return children(self.process.pid)
+
+    def living(self):
+        """All its processes that have not ended."""
+        found = []
+        for process in processes():
+            try:
+                inherited = Path(f"/proc/{process.pid}/environ").read_bytes()
+            except OSError:  # ended, or not ours
+                continue
+            if process.state != "Z" and self.mark.encode() in inherited.split(b"\0"):
+                found.append(process.pid)
+        return found
+
+    def wait(self, seconds=60):
+        """-> [exit status], and what was said."""
+        return [self.process.wait(timeout=seconds)], self.said()
+
+    def kill(self):
+        for pid in self.living():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def end_of_runs():
+    """A list of runs, no process of which outlives a failed test."""
+    runs = []
+    yield runs
+    for run in runs:
+        run.kill()
+
+
+FAULTY = """
+import os, sys
+sys.path[:0] = {paths!r}
+import common, forks, train
+if os.environ.get("RANK", "0") in {ranks!r}:
+    forks.watch(forks.strike({fault!r}))
+common.run_cli(train.Config, train.main, train.PRESETS)
+"""
+BUGS = {"bug": {"at": "before step", "nth": 3, "signal": "BUG", "rank": 0},
+        "bug of rank 1": {"at": "before step", "nth": 3, "signal": "BUG", "rank": 1},
+        "bug between workers": {"at": "before fork", "nth": 2, "signal": "BUG", "rank": 0}}
+STATUS = {"not finite": 2, "dead worker": 2, "bug": 1, "bug between workers": 1, "SIGTERM": 0,
+          "Ctrl-C": 0}
+SAYS = {"not finite": "error: step 3: the loss is nan",
+        "dead worker": "error: a data loading process has died (exit status -9)"}
+LOST = "error: the connection to another rank is lost"  # what the others say
+
+
+def endless(inputs, way):
+    """Flags of a run with loading processes, which only `way` ends; its name is the way's."""
+    return flags(inputs, way.replace(" ", "_"), steps=100_000, workers=2, save_every=100_000,
+                 eval_every=0)
+
+
+@pytest.fixture(scope="module")
+def exploding(forks):
+    """A run of two steps whose checkpoint then holds NaN; the next step shows it."""
+    status, said = forks.run(*endless(forks.folder, "not finite"), "--max-steps", 2)
+    assert status == [0], said
+    folder = forks.folder / "runs/not_finite"
+    state = torch.load(folder / "last.pt", weights_only=True)
+    for parameter in state["adapter"].values():
+        parameter.fill_(math.nan)
+    torch.save(state, folder / "last.pt")
+    return folder
+
+
+def force_out(run, ranks, group, way, folder):
+    """Make a run end, once it trains: ranks and group are process ids."""
+    if way == "not finite":
+        until(lambda: "error: " in run.said(), 120, run.said)
+    elif way in BUGS:
+        until(lambda: "a bug of ours" in run.said(), 120, run.said)
+    else:
+        until((folder / "metrics.jsonl").exists, 120, run.said)
+    if way == "dead worker":
+        os.kill(children(ranks()[0])[-1], signal.SIGKILL)
+    elif way == "SIGTERM":
+        for pid in run.living():
+            os.kill(pid, signal.SIGTERM)
+    elif way == "Ctrl-C":
+        os.killpg(group, signal.SIGINT)
+
+
+def assert_gone(run, since):
+    until(lambda: not run.living(), max(0, since + 10 - time.time()),
+          lambda: f"still there: {run.living()}; it said {run.said()}")
+
+
+def errors(said):
+    return {line for line in said.splitlines() if line.startswith("error: ")}
+
+
+@pytest.mark.parametrize("way", STATUS)
+def test_every_way_out_ends_within_ten_seconds_and_leaves_no_process(forks, exploding, way):
+    """On one rank with two loading processes, which ignore Ctrl-C and SIGTERM."""
+    folder = forks.folder / "runs" / way.replace(" ", "_")
+    forks.start(*endless(forks.folder, way), "--resume", fault=BUGS.get(way))
+    force_out(forks, lambda: forks.ranks, forks.ranks[0], way, folder)
+    began = time.time()
+    status, said = forks.wait(10)
+    assert_gone(forks, began)
+    assert status == [STATUS[way]], said
+    if way in SAYS:
+        assert said.splitlines()[-1].startswith(SAYS[way]) and said.count("error: ") == 1, said
+        assert "Traceback" not in said
+    elif way in BUGS:
+        assert "Traceback" in said and said.splitlines()[-1] == "RuntimeError: a bug of ours"
+    else:
+        assert said.splitlines()[-1].startswith(f"stopped at step {newest(folder)} of"), said
+
+
+def test_ranks_leave_one_that_fails_within_ten_seconds_by_themselves(forks):
+    """With no torchrun to end them: the failing one says why, the other that it lost it."""
+    way = "bug of rank 1"
+    forks.start(*endless(forks.folder, way), ranks=2, fault=BUGS[way])
+    force_out(forks, lambda: forks.ranks, forks.ranks[0], way, None)
+    began = time.time()
+    status, said = forks.wait(10)
+    assert_gone(forks, began)
+    assert status == [2, 1], said
+    assert said.count("Traceback") == 1 and "RuntimeError: a bug of ours" in said, said
+    assert len(errors(said)) == 1 and LOST in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("way, ranks", [*((way, 1) for way in STATUS), *((way, 2) for way in STATUS),
+                                        ("bug of rank 1", 2)])
+def test_commands_and_their_process_trees_end_within_ten_seconds(forks, exploding, tmp_path,
+                                                                 end_of_runs, way, ranks):
+    """`python train.py` and torchrun as they are started by hand."""
+    name = way.replace(" ", "_")
+    if way == "not finite":
+        shutil.copytree(exploding, tmp_path / "runs" / name)
+    script = ROOT / "train.py"
+    if way in BUGS:
+        script = tmp_path / "faulty.py"
+        faulty = ["1"] if way == "bug of rank 1" else ["0", "1"]
+        paths = [str(ROOT), str(ROOT / "tests")]
+        script.write_text(FAULTY.format(paths=paths, ranks=faulty, fault=BUGS[way]))
+    run = Started(tmp_path, *endless(forks.folder, way), "--resume", ranks=ranks, script=script)
+    end_of_runs.append(run)
+    force_out(run, run.main_ranks, run.process.pid, way, tmp_path / "runs" / name)
+    began = time.time()
+    (status,), said = run.wait(10)
+    assert_gone(run, began)
+    assert status == (STATUS[way] if ranks == 1 else 1), said  # 1 is torchrun's own
+    said_why = {line for line in errors(said) if way in SAYS and line.startswith(SAYS[way])}
+    assert len(said_why) == (way in SAYS), said
+    assert all(line.startswith(LOST) for line in errors(said) - said_why), said
+    if way in BUGS:
+        assert "RuntimeError: a bug of ours" in said and "Traceback" in said
+    else:  # torchrun has a traceback of its own, without the mark of a rank
+        assert "[rank" not in said and (ranks == 2 or "Traceback" not in said), said
+    if way in ("SIGTERM", "Ctrl-C"):
+        (step,) = re.findall(r"stopped at step (\d+) of 100000 and saved", said)
+        assert newest(tmp_path / "runs" / name) == int(step)
+
+
+# --------------------------------------------------------------------------------------- torchrun
+
+def torchrun(inputs, root, *options):
+    """torchrun of two ranks on an endless schedule."""
+    settings = flags(inputs, "long", steps=100_000, save_every=5, eval_every=0)
+    return Started(root, *settings, "--resume", ranks=2, options=options)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_torchrun_restarts_a_killed_rank_and_a_stop_saves(forks, tmp_path, end_of_runs):
+    run = torchrun(forks.folder, tmp_path, "--max-restarts", "3")
+    end_of_runs.append(run)
+    folder = tmp_path / "runs/long"
+    until(lambda: newest(folder) >= 5, 120, run.said)
+    os.kill(run.main_ranks()[1], signal.SIGKILL)
+    until(lambda: "resumed at step" in run.said(), 120, run.said)
+    again = int(re.search(r"resumed at step (\d+)", run.said())[1])
+    assert again >= 5 and again % 5 == 0
+    until(lambda: newest(folder) > again, 120, run.said)
+    run.process.terminate()
+    # torchrun's own status and traceback, after the ranks have left with a checkpoint
+    (status,), said = run.wait(20)
+    (step,) = map(int, re.findall(r"stopped at step (\d+) of 100000 and saved", said))
+    assert status == 1 and newest(folder) == step > again
+    status, said = forks.run(*flags(forks.folder, "straight", steps=100_000, eval_every=0,
+                                    max_steps=step), ranks=2)
+    assert not any(status), said
+    states = [torch.load(path / "last.pt", weights_only=True)
+              for path in (folder, forks.folder / "runs/straight")]
+    assert_equal(*states)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_ranks_that_outlive_torchrun_save_and_leave(forks, tmp_path, end_of_runs):
+    run = torchrun(forks.folder, tmp_path)
+    end_of_runs.append(run)
+    until(lambda: newest(tmp_path / "runs/long") >= 5, 120, run.said)
     run.process.kill()
     run.process.wait()
-    run.until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 20)
-    assert run.stopped_at() == [newest(run.folder)]
+    until(lambda: not run.living(), 20, run.said)
+    steps = re.findall(r"stopped at step (\d+) of 100000 and saved", run.said())
+    assert steps == [str(newest(tmp_path / "runs/long"))]

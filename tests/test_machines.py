@@ -5,6 +5,7 @@ and files are opened as UTF-8, but signals, fsync of a folder and os.fork are PO
 """
 import ast
 import io
+import json
 import os
 import runpy
 import shutil
@@ -22,7 +23,8 @@ import common
 import data
 from text import WordPiece
 
-SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")])
+CODE = sorted([*ROOT.glob("*.py"), *ROOT.glob("experiments/*.py")])
+SOURCES = [*CODE, *sorted(ROOT.glob("tests/*.py"))]
 CLEAN = {k: v for k, v in os.environ.items()
          if k not in ("DISPLAY", "PYTHONPATH", "MARK_ROOT", "MPLBACKEND")}
 
@@ -33,15 +35,24 @@ def test_a_file_is_python_3_10(path):
     ast.parse(path.read_text("utf-8"), feature_version=(3, 10))
 
 
-def test_text_files_are_opened_as_utf8_where_they_hold_more_than_ascii():
-    """`open` and `read_text` follow the locale, which on Windows is not UTF-8."""
-    for path in (ROOT / name for name in ("common.py", "data.py", "text.py", "evaluate.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            name = isinstance(node, ast.Call) and getattr(node.func, "attr", "")
-            if name in ("read_text", "write_text"):
-                given = [getattr(a, "value", None) for a in node.args]
-                cpuinfo = "cpuinfo" in ast.unparse(node)
-                assert "utf-8" in given or cpuinfo, f"{path.name}:{node.lineno}"
+def named_encoding(call):
+    """Whether a call that opens a text names UTF-8; True for calls that open none."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    words = [value.value for value in given if isinstance(value, ast.Constant)]
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    by_a_path = name in ("read_text", "write_text")
+    by_open = getattr(call.func, "id", "") == "open"
+    binary = any(isinstance(word, str) and set(word) <= set("rwab+") and "b" in word
+                 for word in words)
+    return "utf-8" in words or not (by_a_path or by_open and not binary)
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: p.stem)
+def test_a_text_file_is_opened_as_utf8(path):
+    """`open` and `read_text` follow the locale, which is not UTF-8 everywhere."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Call):
+            assert named_encoding(node), f"{path.name}:{node.lineno}: {ast.unparse(node)}"
 
 
 # ---------------------------------------------------------------------------------------- streams
@@ -130,6 +141,22 @@ def test_shards_and_results_may_lie_at_any_path(work, odd_text):
     assert run.status == 0 and (odd_text.parent / "h ö.json").is_file(), run.err
 
 
+def test_a_run_on_a_text_with_a_latin_1_name_ends_and_is_resumed(work):
+    """Its bytes are no UTF-8: U+FFFD in config.json, and a path all the same."""
+    name = os.fsdecode(b"caf\xe9.txt")
+    shutil.copy(work / "text.txt", work / name)
+    settings = ["train.py", *tiny.arguments(work, data=name, name="latin")]
+    for more, end in ((["--max-steps", "2"], "chebyshev: CART"), (["--resume"], "resumed at step 2")):
+        status, said = forked([*settings, *more])
+        assert status == 0 and "Traceback" not in said and end in said, said
+    found = json.loads((work / "runs/latin/config.json").read_text("utf-8"))
+    assert found["config"]["data"] == [str(work / "caf\ufffd.txt")]
+    status, said = forked([*settings, "--seqlen", "23", "--resume"])
+    assert status == 2 and said.splitlines()[-1].startswith("error: --resume: seqlen was 24")
+    status, said = forked(["train.py", "--data", work / os.fsdecode(b"\xe9")])
+    assert status == 2 and said.splitlines()[-1].startswith("error: ") and "\ufffd" in said
+
+
 # ---------------------------------------------------------------------- output that is no terminal
 
 def test_a_loop_without_a_terminal_logs_a_line_a_minute(monkeypatch, capsys):
@@ -142,7 +169,7 @@ def test_a_loop_without_a_terminal_logs_a_line_a_minute(monkeypatch, capsys):
     for i in common.progress(iter("abc"), desc="rows"):
         now[0] += 60
     assert capsys.readouterr().out == "rows: 1\nrows: 2\n"
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(common, "rank_and_world", lambda: (1, 2))
     for i in common.progress(range(3), desc="scoring"):
         now[0] += 60
     assert capsys.readouterr().out == ""
@@ -185,15 +212,15 @@ def test_a_read_only_checkout_trains_offline_without_display_into_another_folder
         [sys.executable, "-B", tmp_path / "check öut" / "train.py", "--data", work / "text.txt",
          "--steps", "3", "--seqlen", "32", "--eval-windows", "4", "--device", "cpu"],
         text=True, capture_output=True, cwd=work, timeout=120, stdin=subprocess.DEVNULL,
-        env=CLEAN | {"MARK_ROOT": str(out), "PYTHONPATH": str(tmp_path), "MPLBACKEND": "TkAgg",
+        env=CLEAN | {"MARK_ROOT": str(out), "PYTHONPATH": str(tmp_path), "MPLBACKEND": "module://absent",
                      "OMP_NUM_THREADS": "1"})
     try:
         assert run.returncode == 0, run.stderr
         assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in before} == before
         assert {*(tmp_path / "check öut").rglob("*"), tmp_path / "check öut"} == before.keys()
         assert {p.name for p in (out / "runs/demo_chebyshev").iterdir()} == {
-            "config.json", "metrics.jsonl", "last.pt", "adapter.safetensors", "loss.png",
-            "result.json"}
+            "config.json", "metrics.jsonl", "last.pt", "adapter.safetensors", "result.json",
+            "training_chebyshev.png", ".lock"}
         lines = said_once(run.stdout)
         assert len(lines) < 40 and "\r" not in run.stdout
         assert run.stderr == ""
