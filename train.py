@@ -427,20 +427,14 @@ def make_loader(cfg, windows, tokenizer, start, device):
     rank, world = common.rank_and_world()
     dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
                                stratified=cfg.stratified, t_hole=cfg.t_hole)
-<<<<<<< HEAD
     return DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
                       num_workers=cfg.workers, pin_memory=device.type == "cuda",
-                      worker_init_fn=ignore_signals)
+                      worker_init_fn=begin_worker)
 
 
 def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal):
     """`train_steps` under DDP, ended after its step by a signal to any rank. Returns the steps."""
     world = common.rank_and_world()[1]
-=======
-    loader = DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
-                        num_workers=cfg.workers, pin_memory=device.type == "cuda",
-                        worker_init_fn=begin_worker)
->>>>>>> w-faults
     module = denoiser
     if world > 1:  # an ablation leaves some readouts without a gradient
         module = DistributedDataParallel(denoiser, forward_sync_buffers=False,
