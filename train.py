@@ -490,7 +490,7 @@ def run(cfg, device, backbone=None):
     spread["end"] = modulation_spread(adapter)
     result = {"step": done, "tokens": done * cfg.global_batch * cfg.seqlen,
               "seconds": time.time() - env["began"], "spread": spread,
-              "rows": {**references, **adapter_rows(cfg.kernel, found)}, "comparison": found}
+              "rows": {**references, **rows_of_adapter(cfg.kernel, found)}, "comparison": found}
     if journal.main_rank:
         common.save_result(folder / "result.json", result, cfg, env)
     report(cfg, folder, result, denoiser, Windows(valid, cfg.seqlen, tokenizer.pad_id), tokenizer)
@@ -501,7 +501,7 @@ def run(cfg, device, backbone=None):
     return result
 
 
-def adapter_rows(kernel, found):
+def rows_of_adapter(kernel, found):
     """The rows of an adapter and of its control, for the table and the result file."""
     cost = found["wrong_t_cost"]
     own = {**found["adapter"], "gap": cost.mean, "gap_error": cost.half}
