@@ -16,7 +16,6 @@ renamed: after a crash there is the old one or the new one. No random state is s
 sample depends on its place alone (data.py).
 """
 import collections
-import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -25,14 +24,13 @@ import json
 import os
 import pickle
 import re
-import signal
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-import baselines  # noqa: F401  its kernels are among those that load
+import baselines  # noqa: F401 (its kernels are among those that load)
 import common
 import text
 from hydra_ssm import HydraBert, HydraConfig
@@ -585,17 +583,3 @@ def restore_state(path, device="cpu", **modules):
         raise common.UserError(f"{path}: the checkpoint of another run ({type(error).__name__}: "
                                f"{first_line[:120]}); {again}") from None
     return state
-
-
-@contextlib.contextmanager
-def stop_signals():
-    """Yield a list that SIGTERM and Ctrl-C are added to, in place of ending the process."""
-    caught = []
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, lambda number, frame: caught.append(number))
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,9 +10,12 @@ import errno
 import io
 import json
 import math
+import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import tqdm
+from torch.distributed.rendezvous import rendezvous
 
 SOURCE = Path(__file__).resolve().parent
 ROOT = Path(os.environ.get("MARK_ROOT") or SOURCE).resolve()  # of runs/, results/ and figures/
@@ -201,6 +205,116 @@ def interval(values, student=True):
         from scipy.stats import t
         quantile = float(t.ppf(0.975, n - 1))
     return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(n), n)
+
+
+# ---- processes and ranks -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process_group(device):
+    """Inside is the process group that torchrun's environment describes; none for one process.
+
+    It is closed after success alone: one that fails must not wait for the others. Raises UserError
+    where the environment describes half of a group, or where another rank is lost (on gloo).
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        yield
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(f"the environment says WORLD_SIZE={world} and has no {missing[0]}: start "
+                        "with torchrun, or unset WORLD_SIZE")
+    rank = int(os.environ["RANK"])
+    # torchrun keeps one store for all attempts: without a prefix a restarted rank may read the
+    # addresses that dead ones left there (torch 2.13).
+    store, _, _ = next(rendezvous("env://", rank, world))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo/transport" not in str(error):
+            raise
+        raise UserError("the connection to another rank is lost; where that has ended, it has said "
+                        "why") from None
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Yield a list that SIGTERM and Ctrl-C are added to, in place of ending the process."""
+    caught = []
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, lambda number, frame: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def loading(loader):
+    """An iterator over `loader`, whose processes end with the block, however it ends.
+
+    They leave Ctrl-C and SIGTERM to this process, which saves first; so they have to be told.
+    """
+    others = multiprocessing.active_children()
+    workers = []  # none where this process loads the data itself
+    try:
+        batches = iter(loader)
+        workers = getattr(batches, "_workers", [])
+        if workers:
+            # torch would raise at the death of one, wherever this process is, and again soon after.
+            # Without that, the death shows when its batch is waited for, after 5 seconds at most.
+            torch_handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        yield batches
+        if workers:
+            batches._shutdown_workers()  # what its own __del__ calls
+    except UserError:
+        raise
+    except Exception:  # the death of a process shows as one of many kinds
+        status = status_of_a_dead(workers)
+        if status is None:
+            raise
+        raise UserError(f"a data loading process has died (exit status {status}): give fewer "
+                        "--workers if memory was short, and go on with --resume") from None
+    finally:
+        for child in multiprocessing.active_children():  # of an iter that failed half-way, too
+            if child not in others:
+                child.kill()
+                child.join()
+        if workers:
+            batches._shutdown = True  # or __del__ might wait for a lock that a dead one has held
+            signal.signal(signal.SIGCHLD, torch_handler)
+
+
+def status_of_a_dead(workers):
+    """The exit status of a process that has died; None where all live, or there are none.
+
+    One that is being killed closes its pipes, which is an error here, before it is gone.
+    """
+    seconds = 1 if workers else 0
+    ended = multiprocessing.connection.wait([w.sentinel for w in workers], timeout=seconds)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()
+            return worker.exitcode
+    return None
+
+
+def begin_worker(worker_id):
+    """What a data loading process does first."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # for the main process, which saves first
+        signal.signal(number, signal.SIG_IGN)
+    # A thread here says by it that the main process has hung up. Errors reach that one otherwise.
+    sys.excepthook = lambda *error: None
+
+
+# ---- results and settings ------------------------------------------------------------------------
 
 
 def environment():

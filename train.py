@@ -19,24 +19,19 @@ Differs from the paper: its batch of 112 is read as global. Noise depends on (se
 import contextlib
 import dataclasses
 import math
-import multiprocessing.connection
 import os
-import signal
-import sys
 import time
 from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import common
 from cart import cart_loss, cart_weights, elbo_weights, masked_cross_entropy
 from checkpoint import (append_metrics, check_vocabulary, load_backbone, open_run, read_metrics,
-                        restore_state, run_folder, save_adapter, save_state, stop_signals,
-                        unlock)
+                        restore_state, run_folder, save_adapter, save_state, unlock)
 from data import (DiffusionDataset, Windows, held_out_split, is_shard_folder, load_corpus,
                   maskable_tokens)
 from evaluate import (compare, comparison_table, draw_gain_by_t, format_table, last_line,
@@ -207,7 +202,7 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
     device = next(denoiser.parameters()).device
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     last = cfg.max_steps or cfg.steps
-    with loading(loader) as micro_batches:
+    with common.loading(loader) as micro_batches:
         for step in range(start, last):
             items, weights, counts = [], [], []
             for _ in loader.batch_sampler.slots:
@@ -237,65 +232,6 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             if stop:
                 return step + 1
     return max(start, last)
-
-
-@contextlib.contextmanager
-def loading(loader):
-    """An iterator over `loader`, whose processes end with the block, however it ends.
-
-    They leave Ctrl-C and SIGTERM to this process, which saves first; so they have to be told.
-    """
-    others = multiprocessing.active_children()
-    workers = []  # none where this process loads the data itself
-    try:
-        batches = iter(loader)
-        workers = getattr(batches, "_workers", [])
-        if workers:
-            # torch would raise at the death of one, wherever this process is, and again soon after.
-            # Without that, the death shows when its batch is waited for, after 5 seconds at most.
-            torch_handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        yield batches
-        if workers:
-            batches._shutdown_workers()  # what its own __del__ calls
-    except common.UserError:
-        raise
-    except Exception:  # the death of a process shows as one of many kinds
-        status = status_of_a_dead(workers)
-        if status is None:
-            raise
-        raise common.UserError(f"a data loading process has died (exit status {status}): give "
-                               "fewer --workers if memory was short, and go on with --resume"
-                               ) from None
-    finally:
-        for child in multiprocessing.active_children():  # of an iter that failed half-way, too
-            if child not in others:
-                child.kill()
-                child.join()
-        if workers:
-            batches._shutdown = True  # or __del__ might wait for a lock that a dead one has held
-            signal.signal(signal.SIGCHLD, torch_handler)
-
-
-def status_of_a_dead(workers):
-    """The exit status of a process that has died; None where all live, or there are none.
-
-    One that is being killed closes its pipes, which is an error here, before it is gone.
-    """
-    seconds = 1 if workers else 0
-    ended = multiprocessing.connection.wait([w.sentinel for w in workers], timeout=seconds)
-    for worker in workers:
-        if worker.sentinel in ended:
-            worker.join()
-            return worker.exitcode
-    return None
-
-
-def begin_worker(worker_id):
-    """What a data loading process does first."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # for the main process, which saves first
-        signal.signal(number, signal.SIG_IGN)
-    # A thread here says by it that the main process has hung up. Errors reach that one otherwise.
-    sys.excepthook = lambda *error: None
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -429,7 +365,7 @@ def make_loader(cfg, windows, tokenizer, start, device):
                                stratified=cfg.stratified, t_hole=cfg.t_hole)
     return DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
                       num_workers=cfg.workers, pin_memory=device.type == "cuda",
-                      worker_init_fn=begin_worker)
+                      worker_init_fn=common.begin_worker)
 
 
 def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal):
@@ -440,7 +376,7 @@ def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, jour
         module = DistributedDataParallel(denoiser, forward_sync_buffers=False,
                                          find_unused_parameters=cfg.modulate != "full")
     parent = os.getppid()
-    with stop_signals() as caught:
+    with common.stop_signals() as caught:
         def stop_asked():  # a rank that outlives torchrun leaves too, before the next run
             return bool(caught) or (world > 1 and os.getppid() != parent)
 
@@ -564,27 +500,6 @@ def draw_curve(ax, cfg, rows, at_start):
     ax.legend(frameon=False, fontsize=8)
 
 
-def join_group(device):
-    """Start the process group that torchrun's environment describes; nothing for a single process.
-
-    Raises UserError where the environment describes half of one.
-    """
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
-        return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise common.UserError(f"the environment says WORLD_SIZE={world} and has no {missing[0]}: "
-                               "start with torchrun, or unset WORLD_SIZE")
-    rank = int(os.environ["RANK"])
-    # torchrun keeps one store for all attempts: without a prefix a restarted rank may read the
-    # addresses that dead ones left there (torch 2.13).
-    store, _, _ = next(rendezvous("env://", rank, world))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-
-
 def main(cfg, backbone=None):
     """Train and score an adapter; backbone: a HydraBert in place of the one of cfg.weights."""
     cfg = dataclasses.replace(cfg, name=cfg.name or f"{cfg.preset}_{cfg.kernel}")
@@ -596,19 +511,11 @@ def main(cfg, backbone=None):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # Table 6
-    join_group(device)
-    try:
-        result = run(cfg, device, backbone)
-    except RuntimeError as error:
-        if "gloo/transport" not in str(error):
-            raise
-        raise common.UserError("the connection to another rank is lost; where that has ended, it "
-                               "has said why") from None
-    finally:
-        unlock(run_folder(cfg.name))
-    if dist.is_initialized():  # not after a failure: the others would be waited for
-        dist.destroy_process_group()
-    return result
+    with common.process_group(device):
+        try:
+            return run(cfg, device, backbone)
+        finally:
+            unlock(run_folder(cfg.name))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import common
 from cart import corrupt, masked_cross_entropy, uniform_nats
 from checkpoint import (append_metrics, open_run, read_metrics, restore_state, run_folder,
-                        save_state, save_tensors, stop_signals, unlock)
+                        save_state, save_tensors, unlock)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   named_sources, noise_generator)
 from hydra_ssm import HydraBert, HydraConfig
@@ -130,7 +130,7 @@ def train_steps(cfg, model, optimizer, dataset, sets, folder, start):
     batches = DataLoader(dataset, cfg.batch, sampler=remaining)
     began = time.time()
     mean_loss = None
-    with stop_signals() as caught:
+    with common.stop_signals() as caught:
         for step, item in enumerate(common.progress(batches, desc="pretrain"), start):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, cfg.steps, max(1, cfg.steps // 20), cfg.lr, 0.02)
