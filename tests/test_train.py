@@ -481,8 +481,8 @@ def test_the_figure_shows_the_loss_that_is_trained(work, weighting, unit):
     at_start = {"cart": 0.7, "elbo": 2.0}
     ax = common.new_figure(2, 2).subplots()
     train.draw_curve(ax, config(work, weighting=weighting), rows, at_start)
-    batches, held_out, frozen = ax.lines
-    assert unit in ax.get_ylabel() and list(batches.get_ydata()) == [5.0]
+    held_out, frozen = ax.lines
+    assert unit in ax.get_ylabel()
     assert list(held_out.get_xdata()) == [0, 2]
     assert list(held_out.get_ydata()) == [at_start[weighting], rows[1]["eval"][weighting]]
     assert set(frozen.get_ydata()) == {at_start[weighting]}
