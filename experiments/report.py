@@ -4,8 +4,8 @@ Run:      python -m experiments.report       (10 seconds; nothing is trained or 
 Last line: "wrote RESULTS.md: N sections, N figures; README.md: its table of claims"
 
 A test writes both anew and fails where they are not what the result files say. The sections stand
-in report_mark.py, report_study.py, report_cost.py and report_hrm.py, the table of claims in
-report_claims.py, what they are made of in report_pieces.py.
+in report_scores.py, report_operators.py, report_study.py, report_cost.py and report_hrm.py, the
+table of claims in report_claims.py, what they are made of in report_pieces.py.
 
 Symbols:  none.
 Differs from the paper: nothing.
@@ -13,7 +13,7 @@ Differs from the paper: nothing.
 import dataclasses
 
 import common
-from experiments import report_cost, report_hrm, report_mark, report_study
+from experiments import report_cost, report_hrm, report_operators, report_scores, report_study
 from experiments.report_claims import claims_table, with_claims
 from experiments.report_pieces import anchor, render_section, wrapped
 from experiments.study_cells import read_results
@@ -25,46 +25,50 @@ class Config:
 
 
 TITLE = "# Results"
-ABOUT = """Every table and figure of this project, written from `results/` by `python -m experiments.report`. A
+ABOUT = """
+Every table and figure of this project, written from `results/` by `python -m experiments.report`. A
 test fails where this page and the files disagree. The paper's claims beside what was found stand in
 the [README](README.md#what-the-paper-says-and-what-was-found).
 
 *Commands* are those that have the settings of the file today. The file holds the command that was
 typed at its commit, with all settings and versions. `corpora/` is not shipped;
-[assets/README.md](assets/README.md) says where its texts come from."""
-HOW_TO_READ = """**CART** is the paper's loss (eq. 22, 23): the cross-entropy of masked tokens, weighted by how much
+[assets/README.md](assets/README.md) says where its texts come from.
+"""
+HOW_TO_READ = """
+**CART** is the paper's loss (eq. 22, 23): the cross-entropy of masked tokens, weighted by how much
 visible text is near; *masked_mean* divides by the number of masked tokens. **ELBO** stands for its
-negative here, an upper bound on the negative log-likelihood in nats per byte. Both are losses: lower
-is better. A **gain** is the loss of the frozen backbone less that of the adapter, and positive where
-the adapter is better.
+negative here, an upper bound on the negative log-likelihood in nats per byte. Both are losses, so
+lower is better. A **gain** is the loss of the frozen backbone less that of the adapter, and
+positive where the adapter is better.
 
 **Two controls** of t: *shuffled* tells an adapter another window's t, *constant* tells it 0.5. What
-they cost shows that an adapter reads t. It is not what t is worth: that needs a twin that is trained
-without t. An ideal denoiser needs no t, as the masks show how much is hidden (arXiv 2406.03736,
+they cost shows that an adapter reads t. It is not what t is worth: that needs a twin that is
+trained without t. An ideal denoiser needs no t, as the masks show how much is hidden (arXiv 2406.03736,
 Theorem 1, for unlimited capacity).
 
 **±** is a 95 % interval. What it is taken over stands above each table. "(n/a)" marks one value,
-which has none. No interval is corrected for the number of comparisons in a table."""
+which has none. No interval is corrected for the number of comparisons in a table.
+"""
 
 
 def first_part():
     """The Sections of the MaRK paper."""
     results, source = read_results(), report_study.study_source()
     return (
-        report_mark.backbone_section(),
-        report_mark.shipped_section(),
-        report_mark.scores_section(),
-        report_mark.norm_section(),
-        report_mark.stability_section(),
-        report_mark.memory_section(),
-        report_mark.recovery_section(),
-        report_mark.other_recoveries_section(),
+        report_scores.backbone_section(),
+        report_scores.shipped_section(),
+        report_scores.scores_section(),
+        report_scores.norm_section(),
+        report_operators.stability_section(),
+        report_operators.memory_section(),
+        report_operators.recovery_section(),
+        report_operators.other_recoveries_section(),
         report_study.gains_section(results, source),
         report_study.wrong_t_section(results, source),
         report_study.ablation_section(results, source),
         report_study.settings_section(results, source),
         report_study.sliced_section(results, source),
-        report_mark.sampling_section(),
+        report_scores.sampling_section(),
         report_cost.cost_section(),
         report_cost.speed_section(),
         report_cost.plan_section(),

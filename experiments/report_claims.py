@@ -11,7 +11,7 @@ import statistics
 from typing import NamedTuple
 
 import common
-from experiments import report_cost, report_mark, report_study
+from experiments import report_cost, report_operators, report_study
 from experiments.report_pieces import link, load_result, lowest_to_highest
 from experiments.study import TRAINING
 from experiments.study_cells import DEFAULT_START, INTACT, SLICED, read_results, trained_seeds
@@ -34,8 +34,8 @@ class Claim(NamedTuple):
 
 def stability_claim():
     result = load_result("certify/small")
-    least = report_mark.least_margins(result)
-    below, layers, share = report_mark.layers_below(result, result.settings["dt_min"])
+    least = report_operators.least_margins(result)
+    below, layers, share = report_operators.layers_below(result, result.settings["dt_min"])
     return Claim(
         "Every layer is stable at every t, if Delta >= 0.001 (4.1, Figure 1)",
         f"""Yes, under this assumption: margins of {least['paper']:.1e} and more. On text the small
@@ -47,9 +47,9 @@ def stability_claim():
 
 def recovery_claim():
     result = load_result("synth_lpv/recovery")
-    rates = [f"{rate:.2f}" for rate in report_mark.rates_of(result).values()]
-    ends = [f"{rate:.2f}" for rate in report_mark.bound_rates_at_the_end(result).values()]
-    ratios = report_mark.bound_ratios(result)
+    rates = [f"{rate:.2f}" for rate in report_operators.rates_of(result).values()]
+    ends = [f"{rate:.2f}" for rate in report_operators.bound_rates_at_the_end(result).values()]
+    ratios = report_operators.bound_ratios(result)
     return Claim(
         """Operators are recovered at rates of -0.54 (Hypernet), -0.66 (Chebyshev), -0.64 (DCT)
         (4.2, Figure 2)""",
@@ -62,7 +62,7 @@ def recovery_claim():
 
 def memory_claim():
     result = load_result("markov/small")
-    apart = report_mark.mean_distances(result).values()
+    apart = report_operators.mean_distances(result).values()
     return Claim(
         "Each t has a memory profile of its own (4.3, Figure 3)",
         f"""Yes. Operators of two t differ by {min(apart):.0%} to {max(apart):.0%} of the frozen

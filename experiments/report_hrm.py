@@ -65,16 +65,17 @@ def recall_section():
                 for label in (LORA, BESIDE_MLP)}
     tables = hrm_tables(rows, source.metrics["cost_ms"])
     says = f"""
-        HRM is a diagonal linear recurrence beside a frozen sub-layer; LoRA has no memory. Both
-        have about the same size and one learning rate, on a small frozen byte transformer. The
-        task is to say, {DISTANCES[0]} to {DISTANCES[-1]} bytes of real text later, which of four
-        keys the text began with (chance: {CHANCE} nats), or to predict the next byte. The
-        transformer's attention reaches 60 bytes back, so beyond that only a recurrence can answer:
-        the comparison is built to show this, and under global attention, as in the source, LoRA
-        could learn to look the answer up. HRM beside the MLP answers at all distances, while LoRA
-        stays at chance from {DISTANCES[1]} bytes on ({lowest_to_highest(far, 2)}).
-        {site_sentence(source)}. On plain language LoRA is best, {language[LORA]:.3f} against {language[BESIDE_MLP]:.3f} nats per
-        byte. A gate that is frozen at {source.settings['gate']} learns little recall."""
+        HRM is a diagonal linear recurrence beside a frozen sub-layer; LoRA, of the same size, has
+        no memory. On a small frozen byte transformer they learn to say, {DISTANCES[0]} to
+        {DISTANCES[-1]} bytes of real text later, which of four keys the text began with (chance:
+        {CHANCE} nats), or to predict the next byte. The transformer's attention reaches 60 bytes
+        back, so the comparison is built to show what a recurrence adds; under global attention, as
+        in the source, LoRA could learn to look the answer up. HRM beside the MLP answers at all
+        distances, while LoRA stays at chance from {DISTANCES[1]} bytes on
+        ({lowest_to_highest(far, 2)}).
+        {site_sentence(source)}. On plain language LoRA is best,
+        {language[LORA]:.3f} against {language[BESIDE_MLP]:.3f} nats per byte. A gate
+        that is frozen at {source.settings['gate']} learns little recall."""
     counted = (f"{source.settings['seeds']} training seeds of {source.settings['steps']} steps for "
                f"each row and task, {source.settings['windows']} held-out windows of 512 bytes of "
                f"{source.embedded_text()}; ± is Student's 95 % over the training seeds.")

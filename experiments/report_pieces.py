@@ -178,7 +178,7 @@ def link(heading):
 def wrapped(text):
     """Paragraphs in lines of WIDTH. Code and the text of a link stay in one line."""
     paragraphs = []
-    for paragraph in text.split("\n\n"):
+    for paragraph in text.strip().split("\n\n"):
         words = " ".join(paragraph.split())
         joined = re.sub(r"`[^`]*`|\[[^\]]*\]\(", lambda part: part[0].replace(" ", "\0"), words)
         filled = textwrap.fill(joined, WIDTH, break_long_words=False, break_on_hyphens=False)
