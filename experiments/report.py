@@ -43,8 +43,8 @@ positive where the adapter is better.
 
 **Two controls** of t: *shuffled* tells an adapter another window's t, *constant* tells it 0.5. What
 they cost shows that an adapter reads t. It is not what t is worth: that needs a twin that is
-trained without t. An ideal denoiser needs no t, as the masks show how much is hidden (arXiv 2406.03736,
-Theorem 1, for unlimited capacity).
+trained without t. An ideal denoiser needs no t, as the masks show how much is hidden (arXiv
+2406.03736, Theorem 1, for unlimited capacity).
 
 **±** is a 95 % interval. What it is taken over stands above each table. "(n/a)" marks one value,
 which has none. No interval is corrected for the number of comparisons in a table.

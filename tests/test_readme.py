@@ -14,7 +14,9 @@ from experiments.report_pieces import anchor
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "tests/README.md", ROOT / "assets/README.md"]
-SCRIPT = re.compile(r"(?:-m (experiments\.\w+)|(?<![\w/.])((?:tests/)?\w+)\.py(?!::))((?: [^`|#\n]*)?)")
+PACKAGE = r"-m (experiments\.[a-z]\w*)"
+FILE = r"(?<![\w/.])((?:tests/)?\w+)\.py(?!::)"
+SCRIPT = re.compile(rf"(?:{PACKAGE}|{FILE})((?: [^`|#\n]*)?)")
 
 
 def read(path):
@@ -43,7 +45,7 @@ def broken_links(path):
 
 
 def file_of(module):
-    """The file of train, experiments.bench, tests/mutations, or of conftest (which is in tests/)."""
+    """The file of train, experiments.bench or tests/mutations; of conftest, which is in tests/."""
     file = ROOT / f"{module.replace('.', '/')}.py"
     in_tests = ROOT / "tests" / f"{module}.py"
     return in_tests if in_tests.is_file() else file
@@ -101,7 +103,8 @@ def test_a_flag_that_no_script_has_is_found(text, unknown):
 def test_a_script_or_link_that_leads_nowhere_is_found(tmp_path):
     assert unknown_scripts("`python trian.py`, `python -m experiments.bench`") == ["trian"]
     page = tmp_path / "page.md"
-    page.write_text("# One: two\n[a](#one-two) [b](#one) [c](page.md#one-two) [d](gone.md)", "utf-8")
+    links = "[a](#one-two) [b](#one) [c](page.md#one-two) [d](gone.md)"
+    page.write_text(f"# One: two\n{links}", "utf-8")
     assert broken_links(page) == ["#one", "gone.md"]
 
 
