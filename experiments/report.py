@@ -56,6 +56,7 @@ def first_part():
     results, source = read_results(), report_study.study_source()
     return (
         report_scores.backbone_section(),
+        report_scores.demo_section(),
         report_scores.shipped_section(),
         report_scores.scores_section(),
         report_scores.norm_section(),

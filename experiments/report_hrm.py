@@ -72,10 +72,9 @@ def recall_section():
         back, so the comparison is built to show what a recurrence adds; under global attention, as
         in the source, LoRA could learn to look the answer up. HRM beside the MLP answers at all
         distances, while LoRA stays at chance from {DISTANCES[1]} bytes on
-        ({lowest_to_highest(far, 2)}).
-        {site_sentence(source)}. On plain language LoRA is best,
-        {language[LORA]:.3f} against {language[BESIDE_MLP]:.3f} nats per byte. A gate
-        that is frozen at {source.settings['gate']} learns little recall."""
+        ({lowest_to_highest(far, 2)}). {site_sentence(source)}. On plain language LoRA is best,
+        {language[LORA]:.3f} against {language[BESIDE_MLP]:.3f} nats per byte. A gate that is frozen
+        at {source.settings['gate']} learns little recall."""
     counted = (f"{source.settings['seeds']} training seeds of {source.settings['steps']} steps for "
                f"each row and task, {source.settings['windows']} held-out windows of 512 bytes of "
                f"{source.embedded_text()}; ± is Student's 95 % over the training seeds.")
@@ -85,13 +84,24 @@ def recall_section():
                              "singular values")))
 
 
+def singular_values(source):
+    """The Hankel singular values of all trained HRM adapters: variants, tasks, seeds, layers."""
+    values = []
+    for label, tasks in source.metrics["rows"].items():
+        if not label.startswith("HRM"):
+            continue
+        for runs in tasks.values():
+            for run in runs:
+                for of_layer in run["sigma"]:
+                    values += of_layer
+    return values
+
+
 def compression_section():
     """Balanced truncation of the trained HRM adapters."""
     source = hrm_source()
     tables = hrm_tables(source.metrics["rows"], source.metrics["cost_ms"])
-    smallest = min(min(min(sigma) for sigma in run["sigma"])
-                   for label, tasks in source.metrics["rows"].items() if label.startswith("HRM")
-                   for runs in tasks.values() for run in runs)
+    smallest = min(singular_values(source))
     says = f"""
         Trained HRM adapters are cut by balanced truncation, with two rules that the source states
         as one: keep 90 % of the sum of the Hankel singular values, or cut while Glover's bound

@@ -23,7 +23,7 @@ import sample
 import synth_lpv
 import train
 from experiments import (bench, hrm_adapter, pretrain, report, report_claims, report_hrm,
-                         report_operators, report_pieces, report_study, study)
+                         report_operators, report_pieces, report_scores, report_study, study)
 from experiments.report_pieces import (anchor, command, load_result, render_section, shorten_paths,
                                        wrap_words, wrapped)
 from experiments.study_cells import read_results
@@ -75,6 +75,17 @@ def test_a_changed_number_changes_page_and_claims(tmp_path, monkeypatch):
     assert readme.startswith("above\n<!-- claims -->\n| the paper says |")
     assert readme.endswith(" |\n<!-- /claims -->\nbelow\n")
     assert "old" not in readme.splitlines()
+
+
+def test_the_last_lines_of_the_first_command_are_those_of_its_result():
+    result = load_result("train/demo_chebyshev")
+    found = report_scores.saved_comparison(result)
+    printed = evaluate.comparison_table("chebyshev", found).splitlines()
+    printed.append(evaluate.last_line("chebyshev", found))
+    for block in re.findall(r"```text\n(.*?)```", README.read_text("utf-8"), flags=re.S):
+        for line in block.splitlines():
+            if line.startswith(("| ", "chebyshev:")):
+                assert line in printed
 
 
 @pytest.mark.parametrize("text", ["", "no table here", "<!-- claims -->", "<!-- /claims -->"])
