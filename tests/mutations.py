@@ -1,6 +1,7 @@
 """Would a test notice? One-line breaks of the code, one at a time, each with the test for it.
 
 Run:      python tests/mutations.py        (5 minutes)
+          python -m experiments.publish runs/mutations --name small
 Last line: "N of N breaks were noticed"
 
 A copy of the repository is broken, never the repository itself. Every named test must pass in the
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 
 BREAKS = (  # file, old, new, test
-    ("chunk_scan.py", "before, total - through)", "before, total + through)",  # a sign
+    ("chunk_scan.py", "beyond = total - through", "beyond = total + through",  # a sign
      "test_chunk_scan.py::test_values_and_every_gradient_equal_the_loop[65-1-shared_A]"),
     ("chunk_scan.py", "C[:, :, 0].roll(1, 1)", "C[:, :, 0]",  # the shift by one
      "test_chunk_scan.py::test_values_and_every_gradient_equal_the_loop[2-1-shared_A]"),
@@ -49,21 +50,29 @@ BREAKS = (  # file, old, new, test
      "test_evaluate.py::test_the_elbo_of_an_exact_model_is_its_log_likelihood"),
     ("common.py", "        fsync(temporary)", "        pass",  # a name before its contents
      "test_common.py::test_the_file_is_on_disk_before_it_gets_its_name_and_the_name_after"),
-    ("train.py", '        optimizer.load_state_dict(state["optimizer"])', "        pass",
+    ("checkpoint.py", "module.load_state_dict(state.pop(name))", "state.pop(name)",
      "test_train.py::test_a_run_stopped_at_any_step_and_resumed_ends_bit_equal[3]"),
-    ("common.py", "if not (torch.isfinite(loss) and torch.isfinite(norm)):", "if False:",
+    ("train.py", "if not (torch.isfinite(loss) and torch.isfinite(norm)):", "if False:",
      "test_train.py::test_a_gradient_that_is_not_finite_moves_no_parameter"),
-    ("train.py", "            dist.all_reduce(total)", "            pass",  # an all-reduce
+    ("train.py", "        dist.all_reduce(total)", "        pass",  # an all-reduce
      "test_train.py::test_one_rank_two_ranks_and_two_micro_batches_train_the_same[one and ninety]"),
     ("checkpoint.py", 'row["step"] <= up_to_step]', 'row["step"] <= up_to_step + 1]',
      "test_checkpoint.py::test_metrics_survive_a_torn_last_line_and_forget_later_steps"),
+    ("checkpoint.py", "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass",
+     "test_bad_input.py::"
+     "test_of_two_starts_at_the_same_moment_one_runs_and_the_other_is_told_in_one_line"),
+    ("train.py", "                child.kill()", "                pass",  # they ignore all else
+     "test_interruption.py::"
+     "test_every_way_out_ends_within_ten_seconds_and_leaves_no_process[bug between workers]"),
+    ("train.py", "signal.signal(number, signal.SIG_IGN)", "signal.signal(number, signal.SIG_DFL)",
+     "test_interruption.py::"
+     "test_every_way_out_ends_within_ten_seconds_and_leaves_no_process[SIGTERM]"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    only: str = ""         # a file: its breaks alone
-    publish: bool = False  # also write results/mutations/small.json
+    only: str = ""  # a file: its breaks alone
 
 
 def copy_repository(folder):
@@ -82,6 +91,21 @@ def run_tests(repository, *tests):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
 
 
+def try_break(repository, file, old, new, test):
+    """Break one line of the copy, run its test, mend the line again -> the record of it."""
+    path = repository / file
+    began = time.time()
+    whole = path.read_text("utf-8")
+    assert whole.count(old) == 1, f"{file}: {old!r} occurs {whole.count(old)} times"
+    path.write_text(whole.replace(old, new), "utf-8")
+    status = run_tests(repository, test)
+    path.write_text(whole, "utf-8")
+    verdict = "red" if status == 1 else f"NOT NOTICED ({status})"
+    common.log(f"{verdict:>5}  {file}: {old.strip()}  ->  {new.strip()}\n       {test}")
+    return {"file": file, "old": old.strip(), "new": new.strip(), "test": test,
+            "noticed": status == 1, "seconds": time.time() - began}
+
+
 def main(cfg):
     env = common.banner("mutations.py", cfg)
     chosen = [b for b in BREAKS if cfg.only in ("", b[0])]
@@ -93,20 +117,11 @@ def main(cfg):
             raise common.UserError(f"the tests do not all pass as it is (pytest: {status})")
         common.log(f"{len(chosen)} tests pass as it is\n")
         for file, old, new, test in common.progress(chosen, desc="breaks"):
-            path, began = repository / file, time.time()
-            whole = path.read_text("utf-8")
-            assert whole.count(old) == 1, f"{file}: {old!r} occurs {whole.count(old)} times"
-            path.write_text(whole.replace(old, new), "utf-8")
-            status = run_tests(repository, test)
-            path.write_text(whole, "utf-8")
-            rows.append({"file": file, "old": old.strip(), "new": new.strip(), "test": test,
-                         "noticed": status == 1, "seconds": time.time() - began})
-            common.log(f"{'red' if status == 1 else f'NOT NOTICED ({status})':>5}  {file}: "
-                       f"{old.strip()}  ->  {new.strip()}\n       {test}")
-    result = {"breaks": rows, "noticed": sum(row["noticed"] for row in rows)}
-    if cfg.publish:
-        common.publish("mutations", "small", result, cfg, env)
-    common.log(f"\n{result['noticed']} of {len(rows)} breaks were noticed")
+            rows.append(try_break(repository, file, old, new, test))
+    noticed = sum(row["noticed"] for row in rows)
+    result = {"breaks": rows, "noticed": noticed}
+    common.save_result(common.ROOT / "runs/mutations/result.json", result, cfg, env)
+    common.log(f"\n{noticed} of {len(rows)} breaks were noticed")
     return result
 
 
