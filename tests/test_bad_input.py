@@ -18,7 +18,7 @@ import tiny
 import torch
 from helpers import ROOT
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import command
 
 import checkpoint

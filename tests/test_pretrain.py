@@ -31,6 +31,12 @@ def start(work, name, *more):
                    "--name", name, *more)
 
 
+def held_out_of(work, name):
+    """What the run's result says of each held-out text."""
+    result = json.loads((work / "runs" / name / "result.json").read_text("utf-8"))
+    return result["metrics"]["held_out"]
+
+
 @pytest.fixture(scope="module")
 def whole(work):
     run = start(work, "whole")
@@ -144,8 +150,7 @@ def test_a_stopped_run_resumes_bit_equal(work, whole, monkeypatch):
     states = [torch.load(work / "runs" / name / "last.pt", weights_only=True)["model"]
               for name in ("whole", "stopped")]
     assert all(torch.equal(v, states[1][k]) for k, v in states[0].items())
-    one, two = (json.loads((work / "runs" / name / "result.json").read_text())["metrics"]["held_out"]
-                for name in ("whole", "stopped"))
+    one, two = (held_out_of(work, name) for name in ("whole", "stopped"))
     assert one == two
 
 
@@ -189,7 +194,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_overwrites_nothing(work, w
 def test_batches_of_one_byte_of_which_most_mask_nothing_stay_finite(work):
     run = start(work, "bytes", "--seqlen", 1, "--batch", 1, "--eval-windows", 300)
     assert run.status == 0, run.err
-    held = json.loads((work / "runs/bytes/result.json").read_text())["metrics"]["held_out"]["held-out"]
+    held = held_out_of(work, "bytes")["held-out"]
     assert held["model"] < 10 and held["masked"] > 50
 
 
