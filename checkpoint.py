@@ -444,14 +444,14 @@ def open_run(folder, cfg, inputs, env, free=()):
         raise common.UserError(f"{folder} is a file; choose another --name")
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    used = any(path.name != ".lock" and not path.match(".*.tmp") for path in folder.iterdir())
-    if cfg.resume and used:
+    check_free(folder, cfg)
+    if cfg.resume and in_use(folder):
         check_same_run(folder, cfg, inputs, free)
         for half_written in folder.glob(".*.tmp"):  # when the run was killed
             half_written.unlink()
         return (folder / "last.pt").is_file()
-    if used:
-        clear_run(folder, cfg.overwrite)
+    if in_use(folder):
+        clear_run(folder)
     common.write_json(folder / "config.json", {"config": cfg, "inputs": inputs, **env})
     return False
 
@@ -506,11 +506,22 @@ def check_same_run(folder, cfg, inputs, free):
                                    "was begun; give what it was trained with, or another --name")
 
 
-def clear_run(folder, overwrite):
-    """Remove what a run has written into its folder, and nothing else."""
-    if not overwrite:
+def in_use(folder):
+    """Whether something stands in a run folder, but for a lock and what a kill left half-written.
+    """
+    found = folder.iterdir() if folder.is_dir() else ()
+    return any(path.name != ".lock" and not path.match(".*.tmp") for path in found)
+
+
+def check_free(folder, cfg):
+    """Raise UserError where a new run would meet an old one. Asked before any work, and again."""
+    if in_use(folder) and not (cfg.resume or cfg.overwrite):
         raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
                                "--overwrite, or choose another --name")
+
+
+def clear_run(folder):
+    """Remove what a run has written into its folder, and nothing else."""
     mark = folder / "config.json"
     try:
         ours = {"config", "commit", "argv"} <= set(json.loads(mark.read_text("utf-8")))

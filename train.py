@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader
 
 import common
 from cart import cart_loss, cart_weights, elbo_weights, masked_cross_entropy
-from checkpoint import (append_metrics, check_vocabulary, load_backbone, open_run, read_metrics,
-                        restore_state, run_folder, save_adapter, save_state, unlock)
+from checkpoint import (append_metrics, check_free, check_vocabulary, load_backbone, open_run,
+                        read_metrics, restore_state, run_folder, save_adapter, save_state, unlock)
 from data import (DiffusionDataset, Windows, held_out_split, is_shard_folder, load_corpus,
                   maskable_tokens)
 from evaluate import (compare, comparison_table, draw_gain_by_t, format_table, last_line,
@@ -312,7 +312,7 @@ def check(cfg, world):
     if cfg.max_steps > cfg.steps:
         need("max-steps", cfg.max_steps, f"at most --steps, {cfg.steps}")
     common.pick_device(cfg.device)
-    run_folder(cfg.name)
+    check_free(run_folder(cfg.name), cfg)
     if not cfg.data:
         need("data", "nothing", "text files or shards; `python -m experiments.mixture` builds the "
              "paper's")

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import common
 from cart import corrupt, masked_cross_entropy, uniform_nats
-from checkpoint import (append_metrics, open_run, read_metrics, restore_state, run_folder,
-                        save_state, save_tensors, unlock)
+from checkpoint import (append_metrics, check_free, open_run, read_metrics, restore_state,
+                        run_folder, save_state, save_tensors, unlock)
 from data import (DiffusionDataset, Windows, held_out_split, load_corpus, maskable_tokens,
                   named_sources, noise_generator)
 from hydra_ssm import HydraBert, HydraConfig
@@ -191,6 +191,7 @@ def score_backbone(cfg, model, corpus, sets, seconds):
 def main(cfg):
     cfg = dataclasses.replace(cfg, name=cfg.name or f"pretrain_{cfg.preset}")
     folder = run_folder(cfg.name)
+    check_free(folder, cfg)
     try:
         return run(cfg, folder)
     finally:

@@ -556,6 +556,7 @@ def test_an_existing_folder_is_refused_without_resume_or_overwrite(work, whole):
     before = {p.name: p.read_bytes() for p in (work / "runs/whole").iterdir()}
     run = command("train.py", *arguments(work, name="whole"))
     refused(run, "--resume", "--overwrite", "--name")
+    assert not run.out, "work was done before the refusal"
     assert {p.name: p.read_bytes() for p in (work / "runs/whole").iterdir()} == before
 
 

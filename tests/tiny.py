@@ -140,7 +140,7 @@ SPLITS = {  # name: (dtype, masked tokens of each sequence or None for the text,
         "modulate": mode, "checkpointing": True, "global_batch": 5, "max_steps": 2})
        for mode in MODES[:-1]},
     **{kernel: (torch.float64, None, {"kernel": kernel, "global_batch": 5, "max_steps": 2})
-       for kernel in KERNELS if kernel not in ("chebyshev", "none")},
+       for kernel in KERNELS if kernel not in ("chebyshev", "none", "lora+dct", "lora+hypernet")},
 }
 
 
