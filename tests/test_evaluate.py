@@ -254,6 +254,8 @@ def test_the_shares_of_the_ranks_add_up_to_all_rows(draws, denoiser, monkeypatch
     assert torch.equal(total, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.faults
 def test_two_ranks_score_what_one_does(draws):
     folder, run = tiny.two_ranks()
     assert run.returncode == 0, run.err[-2000:]
