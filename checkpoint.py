@@ -34,7 +34,7 @@ import baselines  # noqa: F401 (its kernels are among those that load)
 import common
 import text
 from hydra_ssm import HydraBert, HydraConfig
-from mark_adapters import MarkAdapter, make_adapter
+from mark_adapters import GEOMETRIES, MarkAdapter, make_adapter
 
 try:
     import fcntl
@@ -335,7 +335,10 @@ def save_tensors(path, tensors, metadata=None):
 
 
 def read_adapter(path):
-    """(tensors, metadata) of an adapter file. Raises UserError, naming the file."""
+    """(tensors, metadata) of an adapter file; one from before there were checksums has none.
+
+    Raises UserError, naming the file.
+    """
     from safetensors import safe_open
     try:
         with safe_open(path, "pt") as file:
@@ -398,8 +401,9 @@ def load_adapters(paths, config, device="cpu", mark_only=False):
     A label is the file's or the folder's name, or the whole path where that is taken. mark_only
     raises UserError for what is not one of the three geometries alone.
     """
+    shipped = [ASSETS / f"adapter_{kernel}.safetensors" for kernel in sorted(GEOMETRIES)]
     adapters = {}
-    for path in map(Path, paths or sorted(ASSETS.glob("adapter_*.safetensors"))):
+    for path in map(Path, paths or shipped):
         adapter, _ = load_adapter(path, config, device)
         if mark_only and not isinstance(adapter, MarkAdapter):
             raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
@@ -440,11 +444,10 @@ def open_run(folder, cfg, inputs, env, free=()):
     UserError where a folder would be lost, is in use, or where a resumed run differs.
     """
     folder = Path(folder)
-    if folder.is_file():
-        raise common.UserError(f"{folder} is a file; choose another --name")
+    check_free(folder, cfg)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    check_free(folder, cfg)
+    check_free(folder, cfg)  # again: another may have been faster
     if cfg.resume and in_use(folder):
         check_same_run(folder, cfg, inputs, free)
         for half_written in folder.glob(".*.tmp"):  # when the run was killed
@@ -515,6 +518,8 @@ def in_use(folder):
 
 def check_free(folder, cfg):
     """Raise UserError where a new run would meet an old one. Asked before any work, and again."""
+    if folder.is_file():
+        raise common.UserError(f"{folder} is a file; choose another --name")
     if in_use(folder) and not (cfg.resume or cfg.overwrite):
         raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
                                "--overwrite, or choose another --name")

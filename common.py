@@ -210,6 +210,15 @@ def interval(values, student=True):
 # ---- processes and ranks -------------------------------------------------------------------------
 
 
+def world_size():
+    """The number of processes that the environment of torchrun speaks of. Raises UserError."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"the environment says WORLD_SIZE={value}: start with torchrun, or unset "
+                        "it")
+    return int(value)
+
+
 @contextlib.contextmanager
 def process_group(device):
     """Inside is the process group that torchrun's environment describes; none for one process.
@@ -217,7 +226,7 @@ def process_group(device):
     It is closed after success alone: one that fails must not wait for the others. Raises UserError
     where the environment describes half of a group, or where another rank is lost (on gloo).
     """
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = world_size()
     if world == 1:
         yield
         return

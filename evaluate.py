@@ -18,7 +18,7 @@ What the tables call ELBO is this right-hand side, so lower is better.
 
 Symbols:  t       what the adapter is told: the masking probability, or k / M
           w       CART weight, eq. 22              M      maskable tokens of a window
-          gap     ELBO with another sequence's t, minus ELBO with its own: what knowing t is worth
+          gap     ELBO with another sequence's t, minus ELBO with its own: what a wrong t costs
           scores  {data set: {Row: {metric: [one value per seed]}}}
 Differs from the paper: it reports the CART loss alone. A uniform guess scores ln(v) / 3 there.
 """
@@ -76,6 +76,7 @@ class Draws:
     maskable: torch.Tensor    # 2n     M
     pad_id: int
     tokens_per_byte: float    # maskable tokens per UTF-8 byte of the corpus
+    distinct: int = 0         # different windows; less than n where a short text comes repeatedly
 
     @property
     def n(self):
@@ -89,6 +90,7 @@ def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
     A corpus that has fewer is drawn whole, and again until each bin of t can have a row.
     """
     x0 = choose_windows(corpus, tokenizer, seqlen, n_windows, seed)                    # n l
+    distinct = len(x0.unique(dim=0))
     maskable = maskable_tokens(x0, tokenizer)
     M = maskable.sum(-1)                                                               # n
     noise = noise_generator(seed, n_windows)
@@ -102,7 +104,7 @@ def make_draws(corpus, tokenizer, seqlen, n_windows, seed=42, p=0.45):
     return Draws(x0=x0, x_t=torch.cat([x_t, x_k]), masked=masked,
                  w=cart_weights(masked, p, x0 != tokenizer.pad_id),
                  t=torch.cat([t, k / M]), maskable=M.repeat(2), pad_id=tokenizer.pad_id,
-                 tokens_per_byte=tokens_per_byte(corpus))
+                 tokens_per_byte=tokens_per_byte(corpus), distinct=distinct)
 
 
 def choose_windows(corpus, tokenizer, seqlen, n_windows, seed):
@@ -239,17 +241,22 @@ def cross_entropy_by_t(losses, draws):
 
 
 def score_adapter(model, adapter, draws, modulate="full", seed=42):
-    """Metrics of an adapter, and what knowing t is worth to it: "gap" +- "gap_error", nats a token.
+    """Metrics of an adapter, and what a wrong t costs it: "gap" +- "gap_error", nats per token.
 
     gap_error is 1.96 standard errors of the paired difference over windows; NaN if there is one.
     """
     right = sequence_losses(model, adapter, draws, modulate=modulate)
-    wrong = sequence_losses(model, adapter, draws, modulate=modulate, t=shuffled(draws.t, seed))
-    tokens = draws.maskable[draws.n:].sum()
-    gaps = (elbo_terms(wrong, draws) - elbo_terms(right, draws)) * draws.n / tokens    # n
-    return {**metrics(right, draws), "shuffled_t": metrics(wrong, draws),
-            "gap": gaps.mean().item(),
-            "gap_error": common.interval(gaps.tolist(), student=False).half}
+    wrong = wrong_t_losses(model, adapter, draws, modulate, seed)
+    gap = elbo_difference(wrong, right, draws, student=False)
+    return {**metrics(right, draws), "shuffled_t": metrics(wrong, draws), "gap": gap.mean,
+            "gap_error": gap.half}
+
+
+def wrong_t_losses(model, adapter, draws, modulate="full", seed=42):
+    """`sequence_losses` of an adapter that is told another window's t; NaN if there is no other."""
+    if draws.n == 1:
+        return torch.full((2, 2), math.nan, dtype=torch.float64)
+    return sequence_losses(model, adapter, draws, modulate=modulate, t=shuffled(draws.t, seed))
 
 
 # ---- one adapter beside the frozen backbone, with intervals over windows -------------------------
@@ -277,11 +284,21 @@ def filled_right(model, adapter, draws, modulate="full"):
     return right
 
 
-def elbo_difference(losses, minus, draws):
+def over_windows(values, draws, student=True):
+    """The Interval of one value per window. A text that comes repeatedly has no interval: its
+    windows are not independent.
+    """
+    found = common.interval(values.tolist(), student)
+    if draws.distinct < draws.n:
+        return common.Interval(found.mean, math.nan, draws.distinct)
+    return found
+
+
+def elbo_difference(losses, minus, draws, student=True):
     """The ELBO of one predictor less another's, nats per token: an Interval over windows."""
     tokens = draws.maskable[draws.n:].sum()
     terms = elbo_terms(losses, draws) - elbo_terms(minus, draws)                       # n
-    return common.interval((terms * draws.n / tokens).tolist())
+    return over_windows(terms * draws.n / tokens, draws, student)
 
 
 def difference_by_t(losses, minus, draws):
@@ -297,7 +314,7 @@ def difference_by_t(losses, minus, draws):
             found.append(None)
             continue
         per_token = difference[inside] / masked[inside].mean()
-        found.append(common.interval(per_token.tolist()))
+        found.append(over_windows(per_token, draws))
     return found
 
 
@@ -305,7 +322,9 @@ def compare(model, adapter, draws, modulate="full", seed=42):
     """What an adapter changes on held-out text. All Intervals are Student's 95 % over windows, of
     differences between predictors on the same windows, t and masks:
 
-    "frozen", "adapter", "wrong_t"   metrics of each; wrong_t: told another window's t
+    "frozen", "adapter", "wrong_t"   metrics of each; wrong_t: told another window's t; the
+                    adapter's hold "gap" and "gap_error" as well, see score_adapter
+    "reads_t"       whether the adapter reads t at all
     "gain"          ELBO of frozen less the adapter's, nats per token
     "wrong_t_cost"  ELBO with the wrong t less the adapter's own
     "gain_by_t", "wrong_t_gain_by_t"   the gain with the own and the wrong t, nats per masked token
@@ -313,15 +332,17 @@ def compare(model, adapter, draws, modulate="full", seed=42):
     """
     frozen = sequence_losses(model, None, draws)
     own = sequence_losses(model, adapter, draws, modulate=modulate)
-    wrong = sequence_losses(model, adapter, draws, modulate=modulate, t=shuffled(draws.t, seed))
+    wrong = wrong_t_losses(model, adapter, draws, modulate, seed)
     masked = draws.masked[:draws.n].sum().item()
     before = filled_right(model, None, draws)
     after = filled_right(model, adapter, draws, modulate)
-    more = common.interval(((after - before) * draws.n / masked).tolist())
+    more = over_windows((after - before) * draws.n / masked, draws)
+    gap = elbo_difference(wrong, own, draws, student=False)
     return {
-        "windows": draws.n,
+        "windows": draws.distinct,
+        "reads_t": hasattr(adapter, "timestep"),
         "frozen": metrics(frozen, draws),
-        "adapter": metrics(own, draws),
+        "adapter": {**metrics(own, draws), "gap": gap.mean, "gap_error": gap.half},
         "wrong_t": metrics(wrong, draws),
         "gain": elbo_difference(frozen, own, draws),
         "wrong_t_cost": elbo_difference(wrong, own, draws),
@@ -337,22 +358,27 @@ def comparison_table(name, found):
     right = found["right"]
     points = right["difference"]
     points = common.Interval(100 * points.mean, 100 * points.half, points.n)
+    cost = found["wrong_t_cost"].show("+") if found["reads_t"] else "it reads no t"
     return common.markdown(
         [f"{name}, on {found['windows']} held-out windows", "± Student's 95 % over windows"],
         ["gain over the frozen backbone, ELBO in nats per token", found["gain"].show("+")],
-        ["masked tokens filled right in one pass", f"{right['frozen']:.1%} -> "
-         f"{right['adapter']:.1%}, {points.show('+', 1)} points"],
-        ["cost of telling it another window's t, ELBO in nats per token",
-         found["wrong_t_cost"].show("+")])
+        ["masked tokens filled right in one pass", f"{right['frozen']:.2%} -> "
+         f"{right['adapter']:.2%}, {points.show('+', 2)} points"],
+        ["cost of telling it another window's t, ELBO in nats per token", cost])
 
 
 def last_line(name, found):
     """One line that says what was gained."""
-    before, after = found["frozen"]["elbo"], found["adapter"]["elbo"]
+    before = found["frozen"]["elbo"]
+    after = found["adapter"]["elbo"]
     right = found["right"]
+    if found["reads_t"]:
+        cost = f"a wrong t costs {found['wrong_t_cost'].show(digits=3)}"
+    else:
+        cost = "it reads no t"
     return (f"{name}: ELBO {before:.3f} -> {after:.3f} nats/token (gain "
             f"{found['gain'].show(digits=3)}), filled right {right['frozen']:.1%} -> "
-            f"{right['adapter']:.1%}, a wrong t costs {found['wrong_t_cost'].show(digits=3)}")
+            f"{right['adapter']:.1%}, {cost}")
 
 
 def draw_gain_by_t(ax, found):

@@ -3,7 +3,7 @@
 Run:      torchrun train.py --kernel chebyshev    (2 minutes; bare `python train.py` is the same)
           torchrun --nproc-per-node 2 train.py --preset paper --data shards/      the paper's run
           torchrun --max-restarts 3 train.py --resume      goes on after a crash of a rank by itself
-Last line: "chebyshev: CART N -> N, ELBO N -> N nats/token, ...; next: python evaluate.py ..."
+Last line: "chebyshev: ELBO N -> N nats/token (gain ...), filled right ..., a wrong t costs ..."
 
     t ~ U(0, 1)  ->  x_t (eq. 12)  ->  frozen backbone under Modulation(t)  ->  ce of masked tokens
     ->  sum of w ce (eq. 22, 23) over the global batch's count  ->  one AdamW step of the adapter
@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import shlex
 import time
 from typing import ClassVar, Literal
 
@@ -48,7 +49,10 @@ TRAINED = tuple(kernel for kernel in KERNELS if kernel != "none")
 
 @dataclasses.dataclass(frozen=True)
 class Config(AdapterConfig):
-    """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override either."""
+    """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override either.
+
+    From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings.
+    """
     MAY_BE_ZERO: ClassVar = ("warmup", "eval_every")
     kernel: Literal[TRAINED] = "chebyshev"  # a geometry, or a baseline of baselines.py
     preset: Literal["demo", "shipped", "paper"] = "demo"  # shipped: the adapters in assets/
@@ -224,8 +228,8 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             loss = backward(denoiser, items, weights, count, tokenizer)
             loss = sum_over_ranks(loss.item(), device=device)[0]
             norm = torch.nn.utils.clip_grad_norm_(trained, cfg.clip)
-            check_finite(step + 1, loss, norm, "the last checkpoint is intact: start again with a "
-                         "lower --lr")
+            check_finite(step + 1, loss, norm, "the last checkpoint is intact; start again with a "
+                         "lower --lr and --overwrite, or under another --name")
             optimizer.step()
             after_step(step + 1, {"loss": loss.item(), "gradient_norm": norm.item(), "lr": lr,
                                   "masked": int(count)}, stop)
@@ -263,7 +267,8 @@ class Journal:
 
     def evaluate(self, step):
         """Score the adapter on a few held-out windows: a point of the curve."""
-        cfg, adapter = self.cfg, self.denoiser.adapter
+        cfg = self.cfg
+        adapter = self.denoiser.adapter
         scores = score_adapter(self.denoiser.backbone, adapter, self.draws, cfg.modulate, cfg.seed)
         spread = modulation_spread(adapter)
         known = self.rows and self.rows[-1]["step"] == step and "eval" in self.rows[-1]
@@ -368,17 +373,20 @@ def make_loader(cfg, windows, tokenizer, start, device):
                       worker_init_fn=common.begin_worker)
 
 
-def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal):
-    """`train_steps` under DDP, ended after its step by a signal to any rank. Returns the steps."""
+def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal, parent):
+    """`train_steps` under DDP, ended after its step by a signal to any rank. Returns the steps.
+
+    parent: the process that has started this one.
+    """
     world = common.rank_and_world()[1]
     module = denoiser
     if world > 1:  # an ablation leaves some readouts without a gradient
         module = DistributedDataParallel(denoiser, forward_sync_buffers=False,
                                          find_unused_parameters=cfg.modulate != "full")
-    parent = os.getppid()
     with common.stop_signals() as caught:
         def stop_asked():  # a rank that outlives torchrun leaves too, before the next run
-            return bool(caught) or (world > 1 and os.getppid() != parent)
+            orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent
+            return bool(caught) or orphaned
 
         return train_steps(cfg, module, optimizer, loader, tokenizer, start, stop_asked,
                            journal.after_step)
@@ -386,6 +394,7 @@ def train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, jour
 
 def run(cfg, device, backbone=None):
     """Everything between the process group's start and its end."""
+    parent = os.getppid()
     tokenizer = make_tokenizer(cfg.vocab)
     denoiser = make_denoiser(cfg, device, backbone)
     check_vocabulary(denoiser.backbone, tokenizer)
@@ -412,7 +421,7 @@ def run(cfg, device, backbone=None):
     journal = Journal(cfg, folder, denoiser, optimizer, few, start, rows)
     windows = Windows(train, cfg.seqlen, tokenizer.pad_id)
     loader = make_loader(cfg, windows, tokenizer, start, device)
-    done = train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal)
+    done = train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal, parent)
     journal.bar.close()
     if done < (cfg.max_steps or cfg.steps):  # agreed by all ranks; a late signal may not be
         common.log(f"stopped at step {done} of {cfg.steps} and saved; continue with --resume")
@@ -439,9 +448,7 @@ def run(cfg, device, backbone=None):
 
 def rows_of_adapter(kernel, found):
     """The rows of an adapter and of its control, for the table and the result file."""
-    cost = found["wrong_t_cost"]
-    own = {**found["adapter"], "gap": cost.mean, "gap_error": cost.half}
-    return {kernel: own, f"{kernel}, shuffled t": found["wrong_t"]}
+    return {kernel: found["adapter"], f"{kernel}, shuffled t": found["wrong_t"]}
 
 
 def report(cfg, folder, result, denoiser, held_out, tokenizer):
@@ -460,14 +467,17 @@ def report(cfg, folder, result, denoiser, held_out, tokenizer):
 
 def next_command(cfg, path):
     """What scores this adapter on this text, over several seeds."""
-    command = f"python evaluate.py --adapter {path}"
+    command = ["python", "evaluate.py", "--adapter", path]
     if cfg.weights != "small":
-        command += f" --weights {cfg.weights} --vocab {cfg.vocab}"
+        command += ["--weights", cfg.weights, "--vocab", cfg.vocab]
+    if cfg.seqlen != Config.seqlen:
+        command += ["--seqlen", str(cfg.seqlen)]
     if cfg.data != ("embedded",):
-        command += f" --train {' '.join(cfg.data)}"
-    if (cfg.valid or cfg.data) != ("embedded",):
-        command += f" --data text={','.join(cfg.valid or cfg.data)}"
-    return command
+        command += ["--train", *cfg.data]
+    scored = cfg.valid or cfg.data
+    if scored != ("embedded",):
+        command += ["--data", f"text={','.join(scored)}"]
+    return shlex.join(command)
 
 
 # ---- the picture of a run ------------------------------------------------------------------------
@@ -502,7 +512,7 @@ def draw_curve(ax, cfg, rows, at_start):
 def main(cfg, backbone=None):
     """Train and score an adapter; backbone: a HydraBert in place of the one of cfg.weights."""
     cfg = dataclasses.replace(cfg, name=cfg.name or f"{cfg.preset}_{cfg.kernel}")
-    check(cfg, int(os.environ.get("WORLD_SIZE", 1)))
+    check(cfg, common.world_size())
     kind = common.pick_device(cfg.device)
     cfg = dataclasses.replace(cfg, device=kind)
     device = torch.device(kind)

@@ -4,9 +4,9 @@ Run:      python -m experiments.publish runs/certify --name small
 Last line: "published results/certify/small.json, figures/fig1_certificate.png"
 
 A run writes into runs/, which git ignores. Its result.json already holds the commit, the command,
-the versions and the hardware; this command refuses one that was made from uncommitted code. Where a
-run is the origin of a file in assets/ (`train.py --preset shipped`, `experiments.pretrain --preset
-small`, `experiments.hrm_adapter --make-backbone`), it makes that file too.
+the versions and the hardware; this command refuses one that was made from uncommitted code. With
+`--assets` it also replaces the file in assets/ that such a run is the origin of (`train.py --preset
+shipped`, `experiments.pretrain --preset small`, `experiments.hrm_adapter --make-backbone`).
 
 Symbols:  none.
 Differs from the paper: nothing.
@@ -20,9 +20,8 @@ import torch
 import tyro
 
 import common
-from checkpoint import copy_adapter
-
-ASSETS = common.SOURCE / "assets"
+from checkpoint import ASSETS, copy_adapter
+from mark_adapters import GEOMETRIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Config:
     """Publish a finished run."""
     run: Annotated[str, tyro.conf.Positional] = ""  # folder of a finished run: runs/certify
     name: str = ""             # of the result; default: the folder's name
+    assets: bool = False       # also replace the file in assets/ that such a run is the origin of
     dirty: bool = False        # allow a run of uncommitted code
 
 
@@ -40,29 +40,34 @@ def copy(source, target):
     return target
 
 
-def publish(run, name="", dirty=False):
+def publish(run, name="", dirty=False, assets=False):
     """The paths written for the run folder `run`. Raises UserError."""
     run = Path(run)
     source = run / "result.json"
     if not source.is_file():
         raise common.UserError(f"{run} holds no result.json; give the folder of a finished run")
     found = common.read_json(source, "metrics", "config", "script", "commit", "dirty")
-    if found["dirty"] and not dirty:
-        raise common.UserError(f"{source} was made from uncommitted code ({found['commit']}); "
-                               "commit and run again, or give --dirty")
+    if (found["dirty"] or found["commit"] == "unknown") and not dirty:
+        raise common.UserError(f"{source} was made from code that is not committed, or of which "
+                               f"this is not known (commit {found['commit']}); commit and run "
+                               "again, or give --dirty")
     script = found["script"]
     name = name or run.resolve().name
     if Path(name).name != name:
         raise common.UserError(f"--name: got {name!r}, need a file's name without folders")
     written = [copy(source, common.ROOT / "results" / script / f"{name}.json")]
     for figure in sorted(run.glob("*.png")):
-        written.append(copy(figure, common.ROOT / "figures" / figure.name))
-    return written + publish_assets(run, script, found["config"])
+        # Pictures are drawn after the result is written: an older one is of another run.
+        if figure.stat().st_mtime >= source.stat().st_mtime:
+            written.append(copy(figure, common.ROOT / "figures" / figure.name))
+    if assets:
+        written += publish_assets(run, script, found["config"])
+    return written
 
 
 def publish_assets(run, script, config):
-    """The files in assets/ that this run is the origin of: their paths."""
-    if script == "train" and config["preset"] == "shipped":
+    """The files in assets/ that this run is the origin of: their paths. Raises UserError."""
+    if script == "train" and config["preset"] == "shipped" and config["kernel"] in GEOMETRIES:
         target = ASSETS / f"adapter_{config['kernel']}.safetensors"
         copy_adapter(run / "adapter.safetensors", target, torch.float16)
         return [target]
@@ -71,13 +76,13 @@ def publish_assets(run, script, config):
     if script == "hrm_adapter" and config["make_backbone"]:
         name = "transformer_small.safetensors"
         return [copy(run / name, ASSETS / name)]
-    return []
+    raise common.UserError(f"--assets: no file in assets/ comes from such a run of {script}")
 
 
 def main(cfg):
     if not cfg.run:
         raise common.UserError("nothing to publish: give the folder of a run, such as runs/certify")
-    written = publish(cfg.run, cfg.name, cfg.dirty)
+    written = publish(cfg.run, cfg.name, cfg.dirty, cfg.assets)
     names = [path.relative_to(common.ROOT) if path.is_relative_to(common.ROOT) else path
              for path in written]
     common.log(f"published {', '.join(map(str, names))}")

@@ -638,3 +638,28 @@ def test_the_gain_by_t_is_that_of_the_metrics_bin_by_bin(work):
             assert math.isnan(want)
         else:
             assert value.mean == pytest.approx(want, abs=1e-9) and value.n == (bins == k).sum()
+
+
+def test_one_window_has_no_wrong_t_and_a_repeated_one_no_interval(work):
+    """A short text comes repeatedly: its windows are not independent, and one knows no other t."""
+    tokenizer, denoiser = ByteTokenizer(), tiny.make_denoiser(work)
+    (work / "tiny.txt").write_text("forty bytes of text, and then no more..")
+    corpus = load_corpus(work / "tiny.txt", tokenizer)
+    draws = evaluate.make_draws(corpus, tokenizer, 64, 9)
+    assert draws.n == 9 and draws.distinct == 1
+    found = evaluate.compare(denoiser.backbone, denoiser.adapter, draws)
+    assert found["windows"] == 1 and math.isnan(found["gain"].half) and found["gain"].n == 1
+    one = evaluate.make_draws(corpus, tokenizer, 64, 1)
+    assert one.n == 1
+    scores = evaluate.score_adapter(denoiser.backbone, denoiser.adapter, one)
+    assert math.isnan(scores["gap"]) and math.isnan(scores["shuffled_t"]["elbo"])
+    assert "n/a" in evaluate.last_line("x", evaluate.compare(denoiser.backbone, denoiser.adapter,
+                                                             one))
+
+
+def test_lora_reads_no_t_and_the_last_line_says_so(work):
+    tokenizer, denoiser = ByteTokenizer(), tiny.make_denoiser(work, kernel="lora")
+    draws = evaluate.make_draws(load_corpus(work / "text.txt", tokenizer), tokenizer, 40, 9)
+    found = evaluate.compare(denoiser.backbone, denoiser.adapter, draws)
+    assert evaluate.last_line("lora", found).endswith("it reads no t")
+    assert "it reads no t" in evaluate.comparison_table("lora", found)

@@ -648,6 +648,11 @@ def test_half_a_process_group_in_the_environment_is_one_line(work, monkeypatch):
     refused(command("train.py", *arguments(work, name="wrong")), "WORLD_SIZE=2", "torchrun")
 
 
+def test_a_world_size_that_is_no_number_is_one_line(work, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    refused(command("train.py", *arguments(work, name="wrong")), "WORLD_SIZE=abc")
+
+
 def test_a_rank_left_in_the_environment_silences_nothing(work, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     run = command("train.py", *arguments(work, name="ranked", max_steps=1))
