@@ -22,7 +22,7 @@ from experiments.study_tables import (HOWS, ablated, change_of, costs_over_seeds
 from mark_adapters import GEOMETRIES
 
 DRAWN = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")  # in this order of colours
-COLORS = dict(zip(DRAWN, common.COLORS))
+COLORS = {**dict(zip(DRAWN, common.COLORS)), "lora": common.COLORS[-1]}
 MARKERS = dict(zip(DRAWN, common.MARKERS))
 MIDDLES = [(k + 0.5) / BINS for k in range(BINS)]  # of the bins of t
 
