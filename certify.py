@@ -354,17 +354,22 @@ def adapter_table(certificates, met):
 
 class Line(NamedTuple):
     """How a hypothesis looks in Figure 1."""
-    color: str    # Okabe and Ito's, which every kind of sight can tell apart
+    color: str
     marker: str
     label: str
 
 
 LINES = {
-    "paper": Line("#0072B2", "o", r"paper: shift $\geq -\beta$, $\Delta \geq \Delta_{\min}$"),
-    "own beta_A": Line("#E69F00", "s", r"own $\beta_A$: shift $\geq -\beta_A$, $\Delta$ as above"),
-    "reached": Line("#009E73", "^", r"reached: lowest shift over $t$, $\Delta$ as above"),
-    "this text": Line("#D55E00", "v", r"this text: the same shift, smallest $\Delta$ met"),
-    "any text": Line("#CC79A7", "D", r"any text: shift $\geq -\beta_A$, $\Delta$ proven"),
+    "paper": Line(common.COLORS[0], "o",
+                  r"paper: shift $\geq -\beta$, $\Delta \geq \Delta_{\min}$"),
+    "own beta_A": Line(common.COLORS[4], "s",
+                       r"own $\beta_A$: shift $\geq -\beta_A$, $\Delta$ as above"),
+    "reached": Line(common.COLORS[2], "^",
+                    r"reached: lowest shift over $t$, $\Delta$ as above"),
+    "this text": Line(common.COLORS[1], "v",
+                      r"this text: the same shift, smallest $\Delta$ met"),
+    "any text": Line(common.COLORS[3], "D",
+                     r"any text: shift $\geq -\beta_A$, $\Delta$ proven"),
 }
 
 

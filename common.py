@@ -35,6 +35,8 @@ ROOT = Path(os.environ.get("MARK_ROOT") or SOURCE).resolve()  # of runs/, result
 MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
             errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)  # by the user
 SEEDS = tuple(42 + 100 * i for i in range(15))  # C.3: seed i is 42 + 100 i
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # and Ito, for every kind of sight; with COLORS
 
 
 class UserError(ValueError):
@@ -123,6 +125,19 @@ def new_figure(width, height):
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def decade_ticks(low, high):
+    """1, 2 and 5 times the powers of ten from low to high: ticks of a logarithmic axis, whose own
+    may be one number, or none.
+    """
+    ticks = []
+    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
+        for digit in (1, 2, 5):
+            tick = digit * 10.0 ** power
+            if low <= tick <= high:
+                ticks.append(tick)
+    return ticks
 
 
 def save_figure(figure, path):

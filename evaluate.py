@@ -634,37 +634,74 @@ def score_tables(scores, adapters, usual="full"):
 # ---- figure --------------------------------------------------------------------------------------
 
 
+FILLED = {"own t": "full", "shuffled t": "none", "constant t": "bottom"}  # markers of what is told
+
+
 def draw_scores(scores, adapters, path, usual="full"):
     """What adapters gain over the frozen backbone: ELBO by data set, cross-entropy by t."""
-    figure = common.new_figure(11, 3.6)
-    gains, by_t = figure.subplots(1, 2, width_ratios=(3, 2))
-    bins = [(k + 0.5) / BINS for k in range(BINS)]
+    figure = common.new_figure(13, 4.6)
+    gains, by_t = figure.subplots(1, 2, width_ratios=(5, 3))
     for i, name in enumerate(adapters):
-        draw_gains(gains, scores, name, i, len(adapters), usual)
-        gained = mean_by_t(scores, FROZEN) - mean_by_t(scores, Row(name, "own t", usual))
-        by_t.plot(bins, gained.tolist(), "o-", ms=3)
-    gains.set_xticks(range(len(scores) + 1), [*scores, "Avg."], fontsize=8)
-    gains.set(ylabel="ELBO gained over frozen\n(nats per token)", title="by data set")
-    by_t.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
-             title="by t, average over data sets")
+        draw_scores_by_text(gains, scores, name, i, len(adapters), usual)
+        draw_scores_by_t(by_t, scores, name, i, len(adapters), usual)
+    gains.set_xticks(range(len(scores) + 1), [*scores, "average"])
+    for boundary in range(len(scores)):
+        gains.axvline(boundary + 0.5, color="0.85", lw=0.8)
+    gains.set(xlim=(-0.5, len(scores) + 0.5), ylabel="ELBO gained over frozen (nats per token)",
+              title="gain by text, 95 %")
+    by_t.set(xlabel="t (share of masked tokens)", xlim=(0, 1),
+             ylabel="nats gained per masked token", title="gain by t, average of the texts, 95 %")
     for ax in (gains, by_t):
-        ax.axhline(0, color="k", lw=0.8)
-    figure.legend(*gains.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+        ax.axhline(0, color="black", lw=0.8)
+    figure.legend(handles=score_handles(adapters), loc="outside lower center", frameon=False,
+                  ncols=min(6, len(adapters) + len(FILLED)))
     common.save_figure(figure, path)
 
 
-def draw_gains(ax, scores, name, i, n, usual):
-    """One adapter, the i-th of n, and its controls: three markers beside each other a data set."""
-    width = 0.8 / n  # of the tick's distance
-    for j, (told, marker) in enumerate(zip(("own t", *CONTROLS), "osx")):
+def score_style(i):
+    """Colour and marker of the i-th adapter."""
+    return {"color": common.COLORS[i % len(common.COLORS)],
+            "marker": common.MARKERS[i % len(common.MARKERS)]}
+
+
+def score_handles(adapters):
+    """What a legend names: adapters by colour and marker, what they are told by the filling."""
+    from matplotlib.lines import Line2D
+    handles = []
+    for i, name in enumerate(adapters):
+        handles.append(Line2D([], [], ls="", label=name, **score_style(i)))
+    for told, filled in FILLED.items():
+        label = f"told its {told}" if told == "own t" else f"told a {told}"
+        handles.append(Line2D([], [], ls="", marker="o", color="0.4", fillstyle=filled,
+                              markerfacecoloralt="white", label=label))
+    return handles
+
+
+def draw_scores_by_text(ax, scores, name, i, n, usual):
+    """One adapter, the i-th of n: at each data set its gain with its own t and with wrong ones."""
+    for j, (told, filled) in enumerate(FILLED.items()):
         row = Row(name, told, usual)
         cells = [common.interval(values, student=False)
                  for values in seed_differences(scores, "elbo", FROZEN, row)]
-        offset = (i - n / 2 + 0.2 + 0.2 * j) * width
+        offset = 0.28 * (j - 1) + 0.22 * ((i + 0.5) / n - 0.5)
         x = [k + offset for k in range(len(cells))]
         # Of one seed the error is NaN, of which matplotlib draws nothing.
-        ax.errorbar(x, [c.mean for c in cells], [c.half for c in cells], fmt=marker, ms=5, lw=1,
-                    color=f"C{i}", mfc=None if told == "own t" else "none", label=row.label(usual))
+        ax.errorbar(x, [c.mean for c in cells], [c.half for c in cells], ls="", ms=6, lw=1.2,
+                    fillstyle=filled, markerfacecoloralt="white", **score_style(i))
+
+
+def draw_scores_by_t(ax, scores, name, i, n, usual):
+    """One adapter, the i-th of n: its gain in each bin of t, with an interval over the seeds."""
+    gained = losses_by_t(scores, FROZEN) - losses_by_t(scores, Row(name, "own t", usual))
+    x, means, halves = [], [], []
+    for k, by_seed in enumerate(gained.nanmean(0).T):
+        found = by_seed[~by_seed.isnan()].tolist()  # a seed may have masked nothing in a bin
+        if found:
+            cell = common.interval(found, student=False)
+            x.append((k + 0.5 + 0.4 * ((i + 0.5) / n - 0.5)) / BINS)
+            means.append(cell.mean)
+            halves.append(cell.half)
+    ax.errorbar(x, means, halves, ms=5, lw=1.2, **score_style(i))
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -424,24 +424,31 @@ def judgement_table(found, columns=(8, 32, 128)):
     return common.markdown([" / ".join(NUMBERS.values()), *(f"{n} steps" for n in columns)], *lines)
 
 
+SCALES = {"bits_per_byte": "ELBO under the frozen backbone (bits per byte)",
+          "entropy": "entropy of the tokens (bits)",
+          "distinct": "share of 4-token pieces that are different"}  # of the axes, for NUMBERS
+LINE_STYLES = {"adapted": "-", "remask": "--", "frozen": ":"}
+
+
 def draw_judgements(path, found):
-    """NUMBERS against the number of steps; grey lines for what has none."""
-    figure = common.new_figure(12, 4.2)
-    markers = {"adapted": "o-", "remask": "s--", "frozen": "^:"}
+    """NUMBERS against the number of steps; grey lines and bands for what has none."""
+    figure = common.new_figure(13.5, 5)
     axes = figure.subplots(1, 3)
     for ax, (name, title) in zip(axes, NUMBERS.items(), strict=True):
-        for label, style in ((HELD_OUT, "-"), (ITS_UNIGRAM, ":")):
-            value, = [j.numbers[name].mean for j in found if j.label == label]
-            ax.axhline(value, label=label, color="0.3", ls=style)
-        for sampler in JUDGED:
+        for label, style in ((HELD_OUT, "-"), (ITS_UNIGRAM, "-.")):
+            cell, = [j.numbers[name] for j in found if j.label == label]
+            ax.axhspan(cell.mean - cell.half, cell.mean + cell.half, color="0.92", zorder=0)
+            ax.axhline(cell.mean, label=label, color="0.3", ls=style, zorder=1)
+        for i, sampler in enumerate(JUDGED):
             own = [j for j in found if j.sampler == sampler]
-            ax.errorbar([j.steps for j in own], [j.numbers[name].mean for j in own],
+            apart = 2 ** (0.06 * (i - (len(JUDGED) - 1) / 2))  # or the bars lie on each other
+            ax.errorbar([apart * j.steps for j in own], [j.numbers[name].mean for j in own],
                         [j.numbers[name].half for j in own], label=sampler.label,
-                        color=f"C{ORDERS.index(sampler.order)}", ms=5, fmt=markers[sampler.how],
-                        elinewidth=0.8)
+                        color=common.COLORS[ORDERS.index(sampler.order)], marker=common.MARKERS[i],
+                        ls=LINE_STYLES[sampler.how], ms=5, lw=1.2, elinewidth=0.8)
         ax.set_xscale("log", base=2)
         ax.set_xticks(JUDGED_STEPS, JUDGED_STEPS)
-        ax.set(xlabel="steps", title=title)
+        ax.set(xlabel="steps of sampling", ylabel=SCALES[name], title=f"{title}, 95 %")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
                   frameon=False)
     common.save_figure(figure, path)

@@ -870,34 +870,39 @@ def draw_kernel(ax, kernel, summary, sizes):
     """One panel of Figure 2."""
     mean = np.array([interval.mean for interval in summary["moe"]])
     half = np.array([interval.half for interval in summary["moe"]])
-    ax.fill_between(sizes, mean - half, mean + half, color="C0", alpha=0.25, lw=0)
-    ax.loglog(sizes, mean, "o-", color="C0", label="MOE, mean and 95 % interval")
+    blue, red, green = common.COLORS[:3]
+    start = summary["start"]
+    ax.axhspan(start.mean - start.half, start.mean + start.half, color="0.93", zorder=0)
+    ax.axhline(start.mean, color="0.4", ls=":", zorder=1, label="start of the fit, 95 %")
+    ax.fill_between(sizes, mean - half, mean + half, color=blue, alpha=0.25, lw=0)
+    ax.loglog(sizes, mean, "o-", color=blue, label="error of the fit, 95 %")
     reference = mean[0] * (sizes[0] / np.array(sizes)) ** 0.5
-    ax.loglog(sizes, reference, "C3--", label="$N^{-1/2}$")
+    ax.loglog(sizes, reference, "--", color=red, label="slope $N^{-1/2}$")
     if np.isfinite(summary.get("bound", [])).any():             # nan is left out
-        ax.loglog(sizes, summary["bound"], "k.-", lw=1.2, label="Cramer-Rao bound, RMS")
-    if kernel == "hypernet":
-        ax.text(0.04, 0.04, "Not bounded: the information is singular,\nand what the data do not "
-                "show keeps its start.", transform=ax.transAxes, fontsize=8)
-    ax.axhline(summary["start"].mean, color="0.6", ls=":", label="start of the fit")
+        ax.loglog(sizes, summary["bound"], "s-", ms=4, lw=1.2, color=green,
+                  label="Cramer-Rao bound, root mean square")
     rate = show_number(summary["rates"][0], 2)
     ax.set(title=f"{kernel}: rate {rate} (paper: {PAPER_RATE[kernel]})",
-           xlabel="trajectories N", xticks=sizes, xticklabels=sizes)
+           xlabel="trajectories N")
     ax.minorticks_off()
+    ax.set_xticks(sizes, sizes)
 
 
 def draw_recovery(summaries, cfg, path):
     """Figure 2: a panel for each kernel."""
     sizes = sorted(set(cfg.sizes))
-    figure = common.new_figure(4.2 * len(summaries), 3.9)
+    figure = common.new_figure(max(9, 4.4 * len(summaries)), 4.4)
     panels = figure.subplots(1, len(summaries), sharey=True, squeeze=False)[0]
     legend = {}
     for ax, (kernel, summary) in zip(panels, summaries.items()):
         draw_kernel(ax, kernel, summary, sizes)
         for handle, label in zip(*ax.get_legend_handles_labels()):
             legend[label] = handle
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4)
-    panels[0].set_ylabel("Markov operator error, MOE")
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4,
+                  frameon=False)
+    ticks = common.decade_ticks(*panels[0].get_ylim())
+    panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panels[0].set_ylabel("Markov operator error, MOE (no unit)")
     common.save_figure(figure, path)
 
 

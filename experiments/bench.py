@@ -336,40 +336,51 @@ def scaling_table(found):
 
 
 def draw_overheads(ax, rows, lengths):
-    """Bars of every variant's overhead at each length, with its interval where there is one."""
+    """Every variant's overhead at each length, with its interval where there is one."""
     labels = [label for label in rows if label != FROZEN.label]
-    height = 0.8 / len(lengths)
     for i, l in enumerate(lengths):
         found = [common.interval(rows[label]["overhead"][l]) for label in labels]
-        offset = (i + 0.5) * height - 0.4
+        y = [k + (i + 0.5) * 0.5 / len(lengths) - 0.25 for k in range(len(labels))]
         halves = [each.half for each in found]
-        ax.barh([k + offset for k in range(len(labels))], [each.mean for each in found],
-                0.95 * height, xerr=halves if found[0].n > 1 else None, label=f"length {l}")
+        ax.errorbar([each.mean for each in found], y, ls="", marker=common.MARKERS[i], ms=6,
+                    xerr=halves if found[0].n > 1 else None, lw=1.4, capsize=3,
+                    color=common.COLORS[i], label=f"length {l}")
     ax.set_yticks(range(len(labels)), labels)
-    ax.invert_yaxis()
+    ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.axvline(0, color="black", lw=0.8)
-    ax.set(xlabel="overhead over the frozen pass, %", title="what conditioning costs")
-    ax.legend(frameon=False, loc="lower right")
+    ax.grid(axis="x", color="0.9")
+    ax.set_axisbelow(True)
+    interval = ", 95 %" if found[0].n > 1 else ""
+    ax.set(xlabel="time over that of the frozen pass, less 1 (%)",
+           title=f"what conditioning costs{interval}")
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(lengths))
 
 
 def draw_scaling(ax, times, title, xlabel):
     """Time against a size, beside a line through the last point that is proportional to it."""
     sizes = list(times)
     ms = list(times.values())
-    ax.plot(sizes, ms, "o-")
-    ax.plot(sizes, [ms[-1] * size / sizes[-1] for size in sizes], "k:", label="proportional")
-    ax.set(xlabel=xlabel, ylabel="ms", title=title, xscale="log", yscale="log")
+    ax.plot(sizes, ms, marker=common.MARKERS[0], color=common.COLORS[0], label="measured, median")
+    ax.plot(sizes, [ms[-1] * size / sizes[-1] for size in sizes], ":", color="black",
+            label="proportional")
+    ax.set(xlabel=xlabel, ylabel="time of a pass (milliseconds)", title=title, xscale="log",
+           yscale="log")
     ax.set_xticks(sizes, sizes)
     ax.minorticks_off()
-    ax.legend(frameon=False)
+    ticks = common.decade_ticks(*ax.get_ylim())
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def draw_bench(result, lengths, path):
-    figure = common.new_figure(12, 3.4)
+    """Table 3's overheads, and how a frozen pass grows with length and depth."""
+    figure = common.new_figure(13, 4.4)
     overhead, length, layers = figure.subplots(1, 3, width_ratios=(5, 3, 3))
     draw_overheads(overhead, result["cost"], lengths)
-    draw_scaling(length, result["scaling"]["length"], "against length", "tokens")
-    draw_scaling(layers, result["scaling"]["layers"], "against layers", "layers, 1024 tokens")
+    draw_scaling(length, result["scaling"]["length"], "a frozen pass, by length",
+                 "length (tokens)")
+    draw_scaling(layers, result["scaling"]["layers"], "a frozen pass, by depth",
+                 "layers, at 1,024 tokens")
     common.save_figure(figure, path)
 
 

@@ -289,39 +289,85 @@ def hrm_tables(rows, times):
             "cost": time_table(times)}
 
 
-def mean_loss(runs):
-    """Over seeds, at each of DISTANCES."""
-    return np.mean([run["loss"] for run in runs], axis=0)
-
-
 def draw_hrm(rows, path):
     """Losses by distance, gates by layer, and the sigma of HRM beside the MLP."""
-    figure = common.new_figure(11, 7.5)
+    figure = common.new_figure(12, 9)
     (recall, language), (gates, spectrum) = figure.subplots(2, 2)
-    frozen = mean_loss(rows[FROZEN.label]["language"])
+    frozen = np.array(rows[FROZEN.label]["language"][0]["loss"])
     for i, variant in enumerate(VARIANTS):
         found = rows[variant.label]
-        color = "k" if variant.kind == "frozen" else f"C{i}"
-        line = ".--" if variant.kind == "frozen" or not variant.learns_gate else ".-"
-        recall.plot(mean_loss(found["recall"]), line, c=color, label=variant.label)
-        language.plot(frozen - mean_loss(found["language"]), line, c=color)
+        draw_losses(recall, i, [run["loss"] for run in found["recall"]])
+        if variant.kind != "frozen":
+            draw_losses(language, i, [frozen - run["loss"] for run in found["language"]])
         if variant.kind == "hrm":
-            gate = np.mean([np.abs(run["gates"]) for run in found["recall"]], axis=0)
-            layer = np.arange(len(gate)) / len(variant.sites)
-            gates.plot(layer, gate, line, c=color)
-    for y, sigma in enumerate(rows[HRM_MLP.label]["recall"][0]["sigma"]):
-        spectrum.semilogy(range(1, len(sigma) + 1), sigma, ".-", label=f"layer {y}")
-    recall.axhline(math.log(len(KEYS)), color="grey", lw=0.8)
+            draw_gates(gates, i, variant, found["recall"])
+    draw_spectrum(spectrum, rows[HRM_MLP.label]["recall"])
+    recall.axhline(math.log(len(KEYS)), color="0.5", ls="--", lw=1, label="chance (recall)")
+    language.axhline(0, color="black", lw=0.8)
     for ax in (recall, language):
-        ax.set(xticks=range(len(DISTANCES)), xticklabels=DISTANCES, ylabel="nats per byte")
-    recall.set(title="Recall: loss (grey: chance)", xlabel="bytes from key to question")
-    language.set(title="Language: gain over frozen", xlabel="bytes into the window, up to")
-    gates.set(title="Recall: |gate| after training", xlabel="layer (both: attention, MLP at 1/2)")
-    spectrum.set(title=f"Recall: Hankel singular values, {HRM_MLP.label}", xlabel="i",
-                 ylabel=r"$\sigma_i$")
-    spectrum.legend()
-    figure.legend(*recall.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+        ax.set_xticks(range(len(DISTANCES)), DISTANCES)
+    recall.set(title="recall, 95 %", xlabel="bytes from key to question",
+               ylabel="loss (nats per answer)")
+    language.set(title="language: gain over frozen, 95 %", xlabel="bytes into the window, up to",
+                 ylabel="nats gained per byte")
+    gates.set(title="recall: gates after training, lowest to highest of the seeds\n"
+                    "(filled: beside the MLP, hollow: beside attention)",
+              xlabel="layer", ylabel="|gate| (no unit)")
+    gates.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(*recall.get_legend_handles_labels(), loc="outside lower center", ncols=4,
+                  frameon=False)
     common.save_figure(figure, path)
+
+
+def variant_style(i):
+    """How the i-th of VARIANTS is drawn; frozen, the first, is black."""
+    return {"color": common.COLORS[i - 1], "marker": common.MARKERS[i], "ms": 5, "lw": 1.2,
+            "capsize": 2.5, "elinewidth": 0.8}
+
+
+def beside_tick(i):
+    """How far the i-th of VARIANTS stands beside a tick, or the bars would lie on each other."""
+    return 0.07 * (i - (len(VARIANTS) - 1) / 2)
+
+
+def draw_losses(ax, i, by_seed):
+    """The i-th of VARIANTS: mean over seeds at each of DISTANCES, with Student's interval."""
+    cells = [common.interval(values) for values in zip(*by_seed)]
+    x = [k + beside_tick(i) for k in range(len(cells))]
+    # Of one seed the error is NaN, of which matplotlib draws nothing.
+    ax.errorbar(x, [cell.mean for cell in cells], [cell.half for cell in cells],
+                label=VARIANTS[i].label, **variant_style(i))
+
+
+def draw_gates(ax, i, variant, runs):
+    """The size of a variant's gates by layer, a line for each site: mean over the runs, and bars
+    from the lowest to the highest, as a symmetric interval would go below zero.
+    """
+    sizes = np.abs([run["gates"] for run in runs])  # seeds, gates: layer by layer, site by site
+    for k, site in enumerate(variant.sites):
+        of_site = sizes[:, k::len(variant.sites)]
+        mean = of_site.mean(0)
+        x = np.arange(len(mean)) + 2 * beside_tick(i) + 0.07 * k
+        ax.errorbar(x, mean, [mean - of_site.min(0), of_site.max(0) - mean],
+                    mfc="white" if site == "attention" else None,
+                    ls="--" if site == "attention" else "-", **variant_style(i))
+
+
+def draw_spectrum(ax, runs):
+    """The Hankel singular values of each layer: a line for the median of the runs, and a band from
+    the lowest to the highest, as a symmetric interval would go below zero.
+    """
+    sigma = np.array([run["sigma"] for run in runs])  # seeds, layers, values
+    index = np.arange(1, sigma.shape[2] + 1)
+    for y in range(sigma.shape[1]):
+        ax.fill_between(index, sigma[:, y].min(0), sigma[:, y].max(0), alpha=0.15, lw=0,
+                        color=common.COLORS[y])
+        ax.semilogy(index, np.median(sigma[:, y], 0), color=common.COLORS[y], ms=5, lw=1.2,
+                    marker=common.MARKERS[y], label=f"layer {y}")
+    ax.set(title=f"recall: Hankel singular values, {HRM_MLP.label}\n"
+                 f"(median of {len(runs)} seeds, lowest to highest)",
+           xlabel="index i", ylabel=r"$\sigma_i$ (no unit)")
+    ax.legend(frameon=False, loc="lower left")
 
 
 # ---- the script ----------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """RESULTS.md and the README's table of claims, written from results/ and figures/.
 
-Run:      python -m experiments.report       (10 seconds; nothing is trained or measured)
+Run:      python -m experiments.report               (10 seconds; nothing is trained or measured)
+          python -m experiments.report --figures     (and the figures of report_figures.py)
 Last line: "wrote RESULTS.md: N sections, N figures; README.md: its table of claims"
 
 A test writes both anew and fails where they are not what the result files say. The sections stand
 in report_scores.py, report_operators.py, report_study.py, report_cost.py and report_hrm.py, the
-table of claims in report_claims.py, what they are made of in report_pieces.py.
+table of claims in report_claims.py, what they are made of in report_pieces.py. With --figures,
+those pictures that need nothing but a result file are drawn again first; the others come from runs
+(`python -m experiments.publish`).
 
 Symbols:  none.
 Differs from the paper: nothing.
@@ -15,6 +18,7 @@ import dataclasses
 import common
 from experiments import report_cost, report_hrm, report_operators, report_scores, report_study
 from experiments.report_claims import claims_table, with_claims
+from experiments.report_figures import FIGURES, draw_figures
 from experiments.report_pieces import anchor, render_section, wrapped
 from experiments.study_cells import read_results
 
@@ -22,6 +26,7 @@ from experiments.study_cells import read_results
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Write RESULTS.md, and the table of claims into README.md."""
+    figures: bool = False      # draw figures again from results/ first, into figures/
 
 
 TITLE = "# Results"
@@ -125,6 +130,9 @@ def write_text(path, text):
 
 
 def main(cfg):
+    if cfg.figures:
+        draw_figures(common.ROOT / "figures")
+        common.log(f"drew {len(FIGURES)} figures: {', '.join(FIGURES)}")
     parts = {part: sections() for part, sections in PARTS.items()}
     page = results_page(parts)
     write_text(common.ROOT / "RESULTS.md", page)

@@ -69,8 +69,8 @@ def cost_section():
                "released size; its times are medians, without an interval.")
     shown = (titled("a pass of the shipped model", tables["cost"]),
              titled("an adapter alone, at the released size", tables["alone"]),
-             *picture("table3_laptop", "Overhead of each conditioner, and the time of a pass "
-                      "against length and depth"))
+             *picture("table3_laptop", "Most overheads cannot be told from zero on this machine; a "
+                      "pass takes time in proportion to length and depth (medians, no interval)"))
     return Section(COST, says, bench_commands(result), provenance(result), counted, shown)
 
 

@@ -80,8 +80,9 @@ def recall_section():
                f"{source.embedded_text()}; ± is Student's 95 % over the training seeds.")
     return Section(RECALL, says, hrm_commands(source), provenance(source), counted,
                    (tables["table"],
-                    *picture("hrm_adapter", "Loss against distance, gates by layer, Hankel "
-                             "singular values")))
+                    *picture("hrm_adapter", "HRM with a trained gate recalls the key at "
+                             "all distances and LoRA does not; on language all gain, LoRA the "
+                             "most. Three seeds leave wide intervals")))
 
 
 def singular_values(source):

@@ -21,9 +21,9 @@ from experiments.study_tables import (HOWS, ablated, change_of, costs_over_seeds
                                       gains_over_seeds, training_interval)
 from mark_adapters import GEOMETRIES
 
-COLOURS = {"hypernet": "#0072B2", "chebyshev": "#D55E00", "dct": "#009E73",  # tell them apart with
-           "inject": "#CC79A7", "adaln": "#E69F00", "lora": "#000000"}       # any colour vision
-MARKERS = {"hypernet": "o", "chebyshev": "s", "dct": "^", "inject": "D", "adaln": "v", "lora": "P"}
+DRAWN = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")  # in this order of colours
+COLORS = {**dict(zip(DRAWN, common.COLORS)), "lora": common.COLORS[-1]}
+MARKERS = dict(zip(DRAWN, common.MARKERS))
 MIDDLES = [(k + 0.5) / BINS for k in range(BINS)]  # of the bins of t
 
 
@@ -33,7 +33,7 @@ MIDDLES = [(k + 0.5) / BINS for k in range(BINS)]  # of the bins of t
 def draw_interval(ax, interval, y, kernel, hollow=False):
     """An Interval as a dot and a horizontal bar; of one value there is no bar (n/a)."""
     ax.errorbar([interval.mean], [y], xerr=[interval.half], fmt=MARKERS[kernel], ms=5, lw=1.2,
-                capsize=2.5, color=COLOURS[kernel], mfc="white" if hollow else None)
+                capsize=2.5, color=COLORS[kernel], mfc="white" if hollow else None)
 
 
 def draw_by_t(ax, rows, kernel):
@@ -43,7 +43,7 @@ def draw_by_t(ax, rows, kernel):
     t = [middle + 0.05 * place for middle in MIDDLES]  # or the bars would lie on each other
     ax.errorbar(t, [interval.mean for interval in intervals],
                 [interval.half for interval in intervals], fmt="-", marker=MARKERS[kernel], ms=4,
-                lw=1, elinewidth=0.8, color=COLOURS[kernel])
+                lw=1, elinewidth=0.8, color=COLORS[kernel])
 
 
 def name_rows(ax, names):
@@ -68,7 +68,7 @@ def legend_below(figure):
     from matplotlib.lines import Line2D
     entries = []
     for kernel in CONDITIONERS:
-        entries.append(Line2D([], [], ls="", marker=MARKERS[kernel], color=COLOURS[kernel],
+        entries.append(Line2D([], [], ls="", marker=MARKERS[kernel], color=COLORS[kernel],
                               label=kernel))
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False)
 
