@@ -421,7 +421,7 @@ def load_adapters(paths, config, device="cpu", mark_only=False):
 
 
 RUN_FILES = ("metrics.jsonl", "last.pt", "adapter.safetensors", "backbone.safetensors",
-             "result.json", "*.png", ".*.tmp")
+             "result.json", "*.png")
 
 
 def run_folder(name):
@@ -448,13 +448,15 @@ def open_run(folder, cfg, inputs, env, free=()):
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     check_free(folder, cfg)  # again: another may have been faster
-    if cfg.resume and in_use(folder):
+    used = in_use(folder)
+    if used and cfg.resume:
         check_same_run(folder, cfg, inputs, free)
-        for half_written in folder.glob(".*.tmp"):  # when the run was killed
-            half_written.unlink()
-        return (folder / "last.pt").is_file()
-    if in_use(folder):
+    elif used:
         clear_run(folder)
+    for half_written in folder.glob(".*.tmp"):  # when the run was killed
+        half_written.unlink()
+    if used and cfg.resume:
+        return (folder / "last.pt").is_file()
     common.write_json(folder / "config.json", {"config": cfg, "inputs": inputs, **env})
     return False
 

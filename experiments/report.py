@@ -124,7 +124,7 @@ def results_page(parts):
     return "\n\n".join(pieces) + "\n"
 
 
-def write_text(path, text):
+def write_page(path, text):
     with common.atomic_path(path) as temporary:
         temporary.write_text(text, "utf-8")
 
@@ -135,7 +135,7 @@ def main(cfg):
         common.log(f"drew {len(FIGURES)} figures: {', '.join(FIGURES)}")
     parts = {part: sections() for part, sections in PARTS.items()}
     page = results_page(parts)
-    write_text(common.ROOT / "RESULTS.md", page)
+    write_page(common.ROOT / "RESULTS.md", page)
     n_sections = sum(len(sections) for sections in parts.values())
     said = f"wrote RESULTS.md: {n_sections} sections, {page.count('![')} figures"
     readme = common.ROOT / "README.md"
@@ -143,7 +143,7 @@ def main(cfg):
         text = readme.read_text("utf-8")
         filled = with_claims(text, claims_table())
         if filled != text:
-            write_text(readme, filled)
+            write_page(readme, filled)
         said += "; README.md: its table of claims"
     common.log(said)
     return {"page": page}
