@@ -340,7 +340,8 @@ def make_adapter(kernel, config, **settings):
     if kernel not in KERNELS:  # looked up by name, since that file stands above this one
         importlib.import_module("baselines")
     if kernel not in KERNELS:
-        raise UserError(f"kernel: got {kernel!r}, need one of {', '.join(KERNELS)}")
+        raise UserError(f"kernel: got {kernel!r}, need one of {', '.join(KERNELS)}, or the "
+                        "--plugin that adds it")
     cfg = AdapterConfig(**settings)
     check_adapter(kernel, cfg)
     adapter = KERNELS[kernel](config, cfg)
