@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from checkpoint import check_vocabulary, load_adapters, load_backbone
+from checkpoint import check_vocabulary, load_adapters, load_backbone, run_plugin
 from chunk_scan import A_MIN
 from data import held_out_split, load_corpus
 from evaluate import make_draws
@@ -433,6 +433,7 @@ class Config:
     windows: int = 100                   # of the text, each at two values of t
     beta: float = 0.5                    # bound of the A shift, Table 8
     dt_min: float = 1e-3                 # Algorithm 4's assumption
+    plugin: str = ""                     # Python file of your own, run first; it adds geometries
     seed: int = 42
 
 
@@ -489,6 +490,7 @@ def last_line(findings):
 
 
 def main(cfg):
+    run_plugin(cfg.plugin)
     model = load_backbone(cfg.weights)
     env = common.banner("certify.py", cfg, "cpu", model)
     A_log, dt_bias = recurrence(model)

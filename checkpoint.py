@@ -19,11 +19,13 @@ import collections
 import dataclasses
 import errno
 import hashlib
+import importlib.util
 import io
 import json
 import os
 import pickle
 import re
+import sys
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -293,6 +295,26 @@ def fetch_backbone(source):
 
 
 # ---- adapters ------------------------------------------------------------------------------------
+
+
+def run_plugin(path):
+    """Run a Python file of the user's own, which adds its geometries to mark_adapters.KERNELS.
+
+    It can do all that Python can, so the user names it on every command line: no adapter, run
+    folder or other file leads to one. Nothing is run where `path` is empty.
+    """
+    if not path:
+        return
+    path = Path(path)
+    if not path.is_file():
+        raise common.UserError(f"--plugin: no file {path}; give a Python file")
+    name = f"plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise common.UserError(f"--plugin: got {path}, need a file whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where its dataclasses look for their names
+    spec.loader.exec_module(module)
 
 
 def save_adapter(path, adapter, dtype=torch.float32, **about):

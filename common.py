@@ -425,13 +425,24 @@ def check_settings(cfg, default):
                 raise UserError(f"{flag}: got {v}, need a number from {least} to 1e12")
 
 
+def current_words(config_class):
+    """The command line, with the flags of today for those that `config_class` lists as OLD_FLAGS.
+    """
+    renamed = getattr(config_class, "OLD_FLAGS", {})
+    words = []
+    for word in sys.argv[1:]:
+        flag, equals, value = word.partition("=")
+        words.append(renamed.get(flag, flag) + equals + value)
+    return words
+
+
 def parse(config_class, default):
     """The command line as a `config_class`. What tyro refuses, in a box, is raised as one line."""
     import tyro
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(config_class, default=default)
+            return tyro.cli(config_class, default=default, args=current_words(config_class))
     except SystemExit as stop:
         if not stop.code:  # --help
             raise

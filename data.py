@@ -1,8 +1,8 @@
 """Token ids to corrupted windows (3.2, C.1): corpora, shards, counter-based noise.
 
 Run:      python data.py    (10 s)
-          python data.py --text books/*.txt --out shards/ --tokenizer bytes
-Last line: "pack your own: python data.py --text books/*.txt --out shards/"
+          python data.py --data books/*.txt --out shards/ --vocab bytes
+Last line: "pack your own: python data.py --data books/*.txt --out shards/"
 Symbols:  x0       clean token ids, (l,) int64 (3.2)     l           window length, `seqlen`
           x_t      x0 with [MASK] where masked           t           masking probability in [0, 1]
           masked   (l,) bool, where x_t is [MASK]        step, slot  a sample's place in training
@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,10 @@ SPLITS = {"train": 0.95, "valid": 0.05}  # shares of the documents, by hash
 @dataclass(frozen=True)
 class Config:
     """Without --out: statistics of the text, and one window clean and corrupted."""
-    text: tuple[str, ...] = ("embedded",)  # files, directories, or "embedded"
+    OLD_FLAGS: ClassVar = {"--text": "--data", "--tokenizer": "--vocab"}
+    data: tuple[str, ...] = ("embedded",)  # files, directories, or "embedded"
     out: str = ""                          # shard folder to write
-    tokenizer: str = "bytes"               # "bytes", "bert-base-uncased" or the path of a vocab.txt
+    vocab: str = "bytes"                   # "bytes", "bert-base-uncased" or the path of a vocab.txt
     overwrite: bool = False                # replace the shard folder --out
     t: float = 0.5                         # masking probability of the window shown
     seed: int = 42                         # of the window shown
@@ -532,7 +533,7 @@ class DiffusionDataset(torch.utils.data.Dataset):
 
 def main(cfg):
     """Write shards, or show what a corpus, a window and its corruption look like."""
-    tokenizer = make_tokenizer(cfg.tokenizer)
+    tokenizer = make_tokenizer(cfg.vocab)
     banner("data.py", cfg)
     if cfg.t > 1:
         raise UserError(f"--t {cfg.t}: a masking probability is at most 1")
@@ -540,9 +541,9 @@ def main(cfg):
 
 
 def pack(cfg, tokenizer):
-    """Write --text as shards. Returns their manifest."""
+    """Write --data as shards. Returns their manifest."""
     counts = Counter()
-    manifest = write_shards(read_documents(cfg.text, counts), cfg.out, tokenizer, counts,
+    manifest = write_shards(read_documents(cfg.data, counts), cfg.out, tokenizer, counts,
                             overwrite=cfg.overwrite)
     log_manifest(manifest, cfg.out)
     return manifest
@@ -557,10 +558,10 @@ def log_manifest(manifest, out):
 
 
 def show(cfg, tokenizer):
-    """Print the size of --text, its first window, and that window corrupted. Returns the sizes."""
-    corpus = load_corpus(cfg.text, tokenizer)
+    """Print the size of --data, its first window, and that window corrupted. Returns the sizes."""
+    corpus = load_corpus(cfg.data, tokenizer)
     windows = Windows(corpus, 128, tokenizer.pad_id)
-    log(f"{' '.join(cfg.text)}: {corpus.n_docs:,} documents, {corpus.n_bytes:,} bytes, "
+    log(f"{' '.join(cfg.data)}: {corpus.n_docs:,} documents, {corpus.n_bytes:,} bytes, "
         f"{len(corpus.ids):,} tokens of {tokenizer.name}, {len(windows):,} windows of 128")
     x0 = torch.from_numpy(windows[0])                                                  # l
     maskable = maskable_tokens(x0, tokenizer)
@@ -568,7 +569,7 @@ def show(cfg, tokenizer):
     x_t, masked = corrupt(x0, cfg.t, tokenizer.mask_id, maskable, noise)               # l
     log(f"\nx0 of the first:\n  {tokenizer.decode(x0)}")
     log(f"x_t at t = {cfg.t}, {int(masked.sum())} masked:\n  {tokenizer.decode(x_t)}\n")
-    log("pack your own: python data.py --text books/*.txt --out shards/")
+    log("pack your own: python data.py --data books/*.txt --out shards/")
     return {"documents": corpus.n_docs, "bytes": corpus.n_bytes, "tokens": len(corpus.ids)}
 
 

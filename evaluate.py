@@ -35,7 +35,7 @@ import torch.distributed as dist
 import common
 from cart import (cart_weights, corrupt, corrupt_exactly, masked_cross_entropy, unigram_log_probs,
                   uniform_nats)
-from checkpoint import check_vocabulary, load_adapters, load_backbone
+from checkpoint import check_vocabulary, load_adapters, load_backbone, run_plugin
 from data import (Corpus, Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
                   noise_generator)
 from hydra_ssm import MODES
@@ -58,6 +58,7 @@ class Config:
     seqlen: int = 128                       # tokens of a window
     windows: int = 40                       # of a data set, per seed; evenly spaced
     seeds: int = 3                          # 42, 142, ...; 10 in the paper's tables
+    plugin: str = ""                        # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 42                          # the first of the seeds
 
@@ -727,6 +728,7 @@ def windows_used(held_out):
 
 
 def main(cfg):
+    run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
     model = load_backbone(cfg.weights, device=device)

@@ -150,21 +150,38 @@ class Conditioned(nn.Module):
     def condition(self, t):
         """t (b,) in [0, 1] or a ready c_t (b, 128) -> c_t (b, 128) in the adapter's own dtype.
 
-        Only dtype and shape are checked: looking at the values would make a GPU wait.
+        A Python number is one t, b = 1. Values are checked on a CPU alone: looking at those of
+        another device would make it wait.
         """
         dtype = self.timestep.angular.dtype
         if dtype not in (torch.float32, torch.float64):
             raise UserError(f"adapter: its weights are {dtype}, need float32 or float64; "
                             "cast the backbone alone")
-        if not t.is_floating_point() or t.ndim == 0 or t.shape[1:] not in ((), (C_DIM,)):
-            raise UserError(f"t: got {t.dtype} of shape {tuple(t.shape)}, need floats in [0, 1] of "
-                            f"shape (b,), or a ready embedding (b, {C_DIM})")
+        t = self.check_t(t)
         if t.ndim == 2:
             return t.to(dtype)
         return self.timestep(t.to(dtype))
 
+    def check_t(self, t):
+        """`t` as a tensor. Raises UserError where it is none of what `condition` takes."""
+        if isinstance(t, (int, float)):
+            if not 0 <= t <= 1:
+                raise UserError(f"t: got {t}, need a number in [0, 1]")
+            return torch.tensor([t], dtype=torch.float32, device=self.timestep.angular.device)
+        what = "need floats in [0, 1] of shape (b,), a number, or a ready embedding (b, 128)"
+        if not isinstance(t, torch.Tensor):
+            raise UserError(f"t: got {t!r}, {what}")
+        if not t.is_floating_point() or t.ndim == 0 or t.shape[1:] not in ((), (C_DIM,)):
+            raise UserError(f"t: got {t.dtype} of shape {tuple(t.shape)}, {what}")
+        if t.ndim == 1 and t.device.type == "cpu":
+            for value in t.tolist():
+                if not 0 <= value <= 1:                                # NaN too
+                    raise UserError(f"t: got {value}, {what}")
+        return t
+
     def forward(self, t):
-        with torch.autocast(t.device.type, enabled=False):             # float32 under autocast too
+        device = self.timestep.angular.device.type
+        with torch.autocast(device, enabled=False):                    # float32 under autocast too
             return self.modulate(self.condition(t))
 
 
@@ -323,7 +340,8 @@ def make_adapter(kernel, config, **settings):
     if kernel not in KERNELS:  # looked up by name, since that file stands above this one
         importlib.import_module("baselines")
     if kernel not in KERNELS:
-        raise UserError(f"kernel: got {kernel!r}, need one of {', '.join(KERNELS)}")
+        raise UserError(f"kernel: got {kernel!r}, need one of {', '.join(KERNELS)}, or the "
+                        "--plugin that adds it")
     cfg = AdapterConfig(**settings)
     check_adapter(kernel, cfg)
     adapter = KERNELS[kernel](config, cfg)

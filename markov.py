@@ -40,7 +40,7 @@ import torch.nn.functional as F
 import common
 from cart import corrupt
 from certify import certify, mixer_inputs, scan_inputs
-from checkpoint import check_vocabulary, load_adapters, load_backbone
+from checkpoint import check_vocabulary, load_adapters, load_backbone, run_plugin
 from chunk_scan import A_MIN
 from data import Windows, held_out_split, load_corpus, maskable_tokens, noise_generator
 from hydra_ssm import Modulation
@@ -453,6 +453,7 @@ class Config:
     zoh: bool = False                    # Bbar by zero-order hold in place of Delta B
     sentence: str = "It is a truth universally acknowledged"  # whose mixer matrices are drawn
     layer: int | None = None             # of the matrices; default: the middle one
+    plugin: str = ""                     # Python file of your own, run first; it adds geometries
     seed: int = 42
 
 
@@ -479,6 +480,7 @@ def masked_sample(cfg, tokenizer):
 
 
 def main(cfg):
+    run_plugin(cfg.plugin)
     tokenizer = make_tokenizer(cfg.vocab)
     model = load_backbone(cfg.weights)
     check_vocabulary(model, tokenizer)

@@ -34,7 +34,7 @@ import torch
 
 import common
 from cart import corrupt, unigram_log_probs
-from checkpoint import ASSETS, check_vocabulary, load_adapter, load_backbone
+from checkpoint import ASSETS, check_vocabulary, load_adapter, load_backbone, run_plugin
 from data import Corpus, Windows, load_corpus, maskable_tokens, noise_generator
 from evaluate import elbo_terms, make_draws, sequence_losses, tokens_per_byte
 from text import make_tokenizer
@@ -59,6 +59,7 @@ class Config:
     adapter: str = "chebyshev"  # shipped, as "dct" and "hypernet"; a run folder or file; "none"
     weights: str = "small"      # backbone: "small", "goombalab/hydra" or a path
     vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
+    plugin: str = ""            # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
     show: bool = False          # watch the texts appear
     history: str = ""           # JSON file for the text after every step
@@ -489,6 +490,7 @@ def sample_texts(model, adapter, tokenizer, cfg):
 
 
 def main(cfg):
+    run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
     model = load_backbone(cfg.weights, device=device)

@@ -32,7 +32,8 @@ from torch.utils.data import DataLoader
 import common
 from cart import cart_loss, cart_weights, elbo_weights, masked_cross_entropy
 from checkpoint import (append_metrics, check_free, check_vocabulary, load_backbone, open_run,
-                        read_metrics, restore_state, run_folder, save_adapter, save_state, unlock)
+                        read_metrics, restore_state, run_folder, run_plugin, save_adapter,
+                        save_state, unlock)
 from data import (DiffusionDataset, Windows, held_out_split, is_shard_folder, load_corpus,
                   maskable_tokens)
 from evaluate import (compare, comparison_table, draw_gain_by_t, format_table, last_line,
@@ -44,8 +45,6 @@ from markov import draw_memory, memory_ratios
 from sample import show_infilling
 from text import find_files, make_tokenizer
 
-TRAINED = tuple(kernel for kernel in KERNELS if kernel != "none")
-
 
 @dataclasses.dataclass(frozen=True)
 class Config(AdapterConfig):
@@ -54,7 +53,10 @@ class Config(AdapterConfig):
     From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings.
     """
     MAY_BE_ZERO: ClassVar = ("warmup", "eval_every")
-    kernel: Literal[TRAINED] = "chebyshev"  # a geometry, or a baseline of baselines.py
+    # hypernet, chebyshev, dct (geometries), inject, adaln, lora (baselines), lora+hypernet,
+    # lora+chebyshev, lora+dct, or what --plugin adds
+    kernel: str = "chebyshev"
+    plugin: str = ""                # Python file of your own, run first; it adds geometries
     preset: Literal["demo", "shipped", "paper"] = "demo"  # shipped: the adapters in assets/
     name: str = ""                  # run folder under runs/; default <preset>_<kernel>
     weights: str = "small"          # backbone: "small", "goombalab/hydra" or a path
@@ -99,7 +101,7 @@ PRESETS = {
         checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240),
 }
 FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "save_every",
-        "checkpointing")  # what a resumed run may change
+        "checkpointing", "plugin")  # what a resumed run may change
 
 
 def adapter_settings(cfg):
@@ -308,6 +310,9 @@ def check(cfg, world):
     def need(flag, got, what):
         raise common.UserError(f"--{flag}: got {got}, need {what}")
 
+    if cfg.kernel not in KERNELS or cfg.kernel == "none":
+        known = [kernel for kernel in KERNELS if kernel != "none"]
+        need("kernel", cfg.kernel, f"one of {', '.join(known)}, or a --plugin that adds it")
     if cfg.global_batch < world:
         need("global-batch", cfg.global_batch, f"at least one sequence for each of {world} ranks")
     if not 0 <= cfg.t_hole[0] <= cfg.t_hole[1] < 1:
@@ -468,6 +473,8 @@ def report(cfg, folder, result, denoiser, held_out, tokenizer):
 def next_command(cfg, path):
     """What scores this adapter on this text, over several seeds."""
     command = ["python", "evaluate.py", "--adapter", path]
+    if cfg.plugin:
+        command += ["--plugin", cfg.plugin]
     if cfg.weights != "small":
         command += ["--weights", cfg.weights, "--vocab", cfg.vocab]
     if cfg.seqlen != Config.seqlen:
@@ -511,6 +518,7 @@ def draw_curve(ax, cfg, rows, at_start):
 
 def main(cfg, backbone=None):
     """Train and score an adapter; backbone: a HydraBert in place of the one of cfg.weights."""
+    run_plugin(cfg.plugin)
     cfg = dataclasses.replace(cfg, name=cfg.name or f"{cfg.preset}_{cfg.kernel}")
     check(cfg, common.world_size())
     kind = common.pick_device(cfg.device)

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import math
 import timeit
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +48,8 @@ from text import ByteTokenizer
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Train LoRA and HRM adapters of one size on a frozen transformer, and compress the latter."""
-    text: tuple[str, ...] = ("embedded",)  # 5 % of the documents are held out
+    OLD_FLAGS: ClassVar = {"--text": "--data"}
+    data: tuple[str, ...] = ("embedded",)  # 5 % of the documents are held out
     steps: int = 150                       # of each training
     size: int = 2048                       # bytes of text in a step
     lr: float = 3e-2                       # peak; linear warm-up over 5 %, cosine to 2 %
@@ -372,8 +373,8 @@ def draw_spectrum(ax, runs):
 
 # ---- the script ----------------------------------------------------------------------------------
 def load_text(cfg, split):
-    """Bytes, (l,) int64, of the "train" or "valid" part of cfg.text."""
-    ids = load_corpus(cfg.text, ByteTokenizer(), split).ids
+    """Bytes, (l,) int64, of the "train" or "valid" part of cfg.data."""
+    ids = load_corpus(cfg.data, ByteTokenizer(), split).ids
     return torch.from_numpy(np.asarray(ids, np.int64))
 
 
@@ -386,7 +387,7 @@ def check_sizes(cfg):
 def check_lengths(text, held_out):
     least = 2 * DISTANCES[-1]
     if min(len(text), len(held_out)) < least:
-        raise common.UserError(f"--text: {len(text)} bytes to train on, {len(held_out)} held out; "
+        raise common.UserError(f"--data: {len(text)} bytes to train on, {len(held_out)} held out; "
                                f"need {least} of each")
 
 

@@ -1,7 +1,7 @@
 """The paper's training corpus: fourteen sources from the hub, mixed as in Table 5 (section C.1).
 
 Run:      python -m experiments.mixture    (some seconds: the shares alone, nothing is fetched)
-          python -m experiments.mixture --tokens 3.54e9 --out corpus/ --tokenizer bert-base-uncased
+          python -m experiments.mixture --tokens 3.54e9 --out corpus/ --vocab bert-base-uncased
                                            (needs a network and `pip install datasets`)
 Last line: "build it: python -m experiments.mixture --out corpus/", or with --out "wrote corpus/;
           next: python train.py --data corpus/"
@@ -19,6 +19,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from common import UserError, banner, log, markdown, progress, read_json, run_cli, write_json
 from data import log_manifest, write_shards
@@ -45,9 +46,10 @@ MIXTURE_SPLITS = {"train": 0.70, "valid": 0.15, "test": 0.15}
 @dataclass(frozen=True)
 class Config:
     """Without --out: the tokens that each source gives. With it: build the corpus."""
+    OLD_FLAGS: ClassVar = {"--tokenizer": "--vocab"}
     out: str = ""                         # folder to build, or to go on with
     tokens: float = 3.54e9                # training tokens in all
-    tokenizer: str = "bert-base-uncased"  # "bytes", "bert-base-uncased" or a vocab.txt
+    vocab: str = "bert-base-uncased"      # "bytes", "bert-base-uncased" or a vocab.txt
 
 
 def hub_source(name):
@@ -133,7 +135,7 @@ def joined(made, split):
 def main(cfg):
     """Build the corpus, or show what it is made of."""
     if cfg.out:
-        tokenizer = make_tokenizer(cfg.tokenizer)
+        tokenizer = make_tokenizer(cfg.vocab)
         banner("mixture.py", cfg)
         manifest = build_mixture(cfg.out, tokenizer, cfg.tokens)
         log_manifest(manifest, cfg.out)

@@ -1,7 +1,7 @@
 """Masked-language-model pretraining of a small Hydra-BERT: how the shipped backbone was made (3.1).
 
 Run:      python -m experiments.pretrain      (a tiny model on the embedded corpus, 1 minute)
-          python -m experiments.pretrain --preset small --text ... --valid NAME=PATH,...
+          python -m experiments.pretrain --preset small --data ... --valid NAME=PATH,...
           python -m experiments.publish runs/pretrain_small --name small
 Last line: "held-out: N.NN nats per masked byte (trigram N.NN); weights: runs/..."
 
@@ -13,7 +13,7 @@ Differs from the paper: the released Hydra-BERT has 112 M parameters and WordPie
 """
 import dataclasses
 import time
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -33,9 +33,10 @@ from train import check_finite, learning_rate
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The defaults are a tiny run; --preset small is the shipped backbone's."""
+    OLD_FLAGS: ClassVar = {"--text": "--data"}
     preset: Literal["tiny", "small"] = "tiny"
-    text: tuple[str, ...] = ("embedded",)       # training text; 5 % of its documents are held out
-    valid: tuple[str, ...] = ("held-out=embedded",)  # NAME=PATH[,PATH...]; of --text: the 5 %
+    data: tuple[str, ...] = ("embedded",)       # training text; 5 % of its documents are held out
+    valid: tuple[str, ...] = ("held-out=embedded",)  # NAME=PATH[,PATH...]; of --data: the 5 %
     name: str = ""                              # run folder under runs/; default pretrain_<preset>
     steps: int = 400
     batch: int = 8                              # sequences per step
@@ -159,7 +160,7 @@ def load_sets(cfg, tokenizer):
     """{name: (x0, x_t, masked)} of the held-out texts, and {name: fingerprint of the text}."""
     sets, fingerprints = {}, {}
     for name, paths in named_sources(cfg.valid).items():
-        valid = load_corpus(paths, tokenizer, held_out_split(paths, cfg.text))
+        valid = load_corpus(paths, tokenizer, held_out_split(paths, cfg.data))
         windows = Windows(valid, cfg.seqlen, tokenizer.pad_id)
         sets[name] = held_out(windows, cfg.eval_windows, cfg.mask_rate, tokenizer, cfg.seed)
         fingerprints[f"valid {name}"] = valid.fingerprint
@@ -205,9 +206,9 @@ def run(cfg, folder):
     model = HydraBert(HydraConfig(tokenizer.vocab_size, cfg.d_model, cfg.n_layer, cfg.d_state,
                                   headdim=cfg.headdim, chunk_size=32))
     env = common.banner("pretrain.py", cfg, "cpu", model)
-    corpus = load_corpus(cfg.text, tokenizer, "train")
+    corpus = load_corpus(cfg.data, tokenizer, "train")
     sets, fingerprints = load_sets(cfg, tokenizer)
-    inputs = {"text": corpus.fingerprint, **fingerprints}
+    inputs = {"data": corpus.fingerprint, **fingerprints}
     goes_on = open_run(folder, cfg, inputs, env, FREE)
     windows = Windows(corpus, cfg.seqlen, tokenizer.pad_id)
     dataset = DiffusionDataset(windows, tokenizer, cfg.batch, cfg.steps, cfg.seed,

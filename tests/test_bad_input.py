@@ -120,8 +120,8 @@ def test_a_preset_may_switch_off_what_the_default_has_and_its_user_too(monkeypat
 
 @pytest.mark.parametrize("script, argv, words", [
     ("data.py", ("--t", "1.5"), ("--t", "1.5")),
-    ("data.py", ("--text", ""), ("an empty path",)),
-    ("data.py", ("--tokenizer", "nowhere"), ("nowhere", "vocab.txt")),
+    ("data.py", ("--data", ""), ("an empty path",)),
+    ("data.py", ("--vocab", "nowhere"), ("nowhere", "vocab.txt")),
     ("mark_adapters.py", ("--layer", "23"), ("--layer", "0 to 22")),
     ("evaluate.py", ("--device", "tpu"), ("--device", "auto", "cuda")),
     ("evaluate.py", ("--adapter", "nowhere"), ("nowhere",)),
@@ -210,7 +210,7 @@ def test_binary_files_and_utf16_are_no_text(tmp_path, content):
 
 def test_one_byte_is_enough_to_score_and_to_draw(work):
     (work / "one.txt").write_text("x")
-    for script, argv in (("data.py", ("--text", work / "one.txt")),
+    for script, argv in (("data.py", ("--data", work / "one.txt")),
                          ("evaluate.py", ("--data", work / "one.txt", "--train", work / "text.txt",
                                           "--windows", 2, "--seqlen", 8, "--seeds", 1))):
         run = command(script, *argv)
@@ -221,7 +221,7 @@ def test_one_byte_is_enough_to_score_and_to_draw(work):
 def test_a_file_that_may_not_be_read_is_one_line(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "a.txt").chmod(0)
-    refused(command("data.py", "--text", tmp_path / "a.txt"), "a.txt", "Permission denied")
+    refused(command("data.py", "--data", tmp_path / "a.txt"), "a.txt", "Permission denied")
 
 
 def vocabulary(path):
@@ -282,7 +282,7 @@ TINY = {"train.py": lambda work: tiny.arguments(work, steps=4, save_every=2),
         "experiments.pretrain": lambda work: [
             "--seqlen", 32, "--batch", 4, "--steps", 4, "--d-model", 32, "--n-layer", 1,
             "--d-state", 4, "--headdim", 16, "--save-every", 2, "--eval-windows", 4,
-            "--text", work / "text.txt", "--valid", f"held-out={work / 'text.txt'}"]}
+            "--data", work / "text.txt", "--valid", f"held-out={work / 'text.txt'}"]}
 
 
 @pytest.fixture(scope="module", params=TINY)

@@ -1,5 +1,6 @@
 """Atomic files, JSON, the schedule, errors as one line, result files."""
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -33,6 +34,26 @@ def parsed(monkeypatch, *argv, presets=PRESETS):
     monkeypatch.setattr(sys, "argv", ["script.py", *argv])
     common.run_cli(Config, seen.append, presets)
     return seen[0]
+
+
+def test_the_old_words_for_data_and_vocab_still_work(monkeypatch):
+    import data
+    monkeypatch.setattr(sys, "argv", ["data.py", "--text", "a=b", "--text-books", "--tokenizer=x"])
+    with pytest.raises(SystemExit):  # no such flag as --text-books
+        common.run_cli(data.Config, print)
+    monkeypatch.setattr(sys, "argv", ["data.py", "--text", "a=b", "c", "--tokenizer=x=y"])
+    seen = []
+    common.run_cli(data.Config, seen.append)
+    assert (seen[0].data, seen[0].vocab) == (("a=b", "c"), "x=y")
+
+
+@pytest.mark.parametrize("name", ["data", "experiments.mixture", "experiments.pretrain",
+                                  "experiments.hrm_adapter"])
+def test_texts_are_data_and_the_tokenizer_is_vocab_in_every_script(name):
+    config = importlib.import_module(name).Config
+    fields = {field.name for field in dataclasses.fields(config)}
+    assert not fields & {"text", "tokenizer"}
+    assert set(config.OLD_FLAGS.values()) <= {f"--{field}" for field in fields}
 
 
 # --------------------------------------------------------------------------------------- files

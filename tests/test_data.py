@@ -443,18 +443,18 @@ def test_the_command_packs_a_directory_and_says_what_it_did(tmp_path):
     write_text(tmp_path / "in" / "b.txt", [*DOCUMENTS[200:]])
     with open(tmp_path / "in" / "b.txt", "ab") as file:
         file.write(b" \xff")
-    done = run("--text", tmp_path / "in" / "a.txt", tmp_path / "in" / "b.txt", "--out",
+    done = run("--data", tmp_path / "in" / "a.txt", tmp_path / "in" / "b.txt", "--out",
                tmp_path / "out")
     assert done.returncode == 0 and "train: " in done.stdout and "valid: " in done.stdout
     assert "1 bytes that are not UTF-8" in done.stdout
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["invalid_utf8"] == 1
     assert data.load_corpus(tmp_path / "out", BYTES).n_docs == 400
     with pytest.raises(UserError, match="--overwrite"):
-        data.main(data.Config(text=(str(tmp_path / "in"),), out=str(tmp_path / "out")))
+        data.main(data.Config(data=(str(tmp_path / "in"),), out=str(tmp_path / "out")))
 
 
 def test_no_network_is_one_line_and_status_2_without_a_retry(tmp_path):
-    done = run("--tokenizer", "bert-base-uncased", HF_ENDPOINT="http://127.0.0.1:9", NO_PROXY="*",
+    done = run("--vocab", "bert-base-uncased", HF_ENDPOINT="http://127.0.0.1:9", NO_PROXY="*",
                HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "HF_ENDPOINT" in done.stderr and "path of a vocab.txt" in done.stderr
@@ -462,7 +462,7 @@ def test_no_network_is_one_line_and_status_2_without_a_retry(tmp_path):
 
 def test_a_rank_left_in_the_environment_silences_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    data.main(data.Config(text=(str(write_text(tmp_path / "a.txt")),)))
+    data.main(data.Config(data=(str(write_text(tmp_path / "a.txt")),)))
     assert "pack your own" in capsys.readouterr().out
 
 
@@ -473,8 +473,8 @@ def test_names_that_are_not_utf8_are_read_packed_and_printed(tmp_path, capsys):
     except OSError:
         pytest.skip("this file system has UTF-8 names only")
     out = tmp_path / os.fsdecode(b"\xe9")
-    data.main(data.Config(text=(str(tmp_path / latin),)))
-    data.main(data.Config(text=(str(tmp_path / latin),), out=str(out)))
+    data.main(data.Config(data=(str(tmp_path / latin),)))
+    data.main(data.Config(data=(str(tmp_path / latin),), out=str(out)))
     said = capsys.readouterr().out
     assert f"{tmp_path}/caf\ufffd.txt: 1 documents" in said and f"wrote {tmp_path}/\ufffd;" in said
     assert data.load_corpus(out, BYTES).n_bytes == len("some words")

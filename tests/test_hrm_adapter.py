@@ -121,7 +121,7 @@ def small_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "ROOT", folder)
         patch.setattr(hrm, "adapter_times", lambda d_model, rank: [[256, 1.0, 2.0]])
-        result = hrm.main(hrm.Config(text=(text,), seeds=2, **SETTINGS))
+        result = hrm.main(hrm.Config(data=(text,), seeds=2, **SETTINGS))
     return result, folder
 
 
@@ -166,7 +166,7 @@ def test_results_are_on_disk_before_the_picture_is_drawn(small_run, tmp_path, mo
 
     monkeypatch.setattr(hrm, "draw_hrm", fail)
     with pytest.raises(ImportError):
-        hrm.main(hrm.Config(text=(text,), **SETTINGS))
+        hrm.main(hrm.Config(data=(text,), **SETTINGS))
     assert (tmp_path / "runs" / "hrm_adapter" / "result.json").is_file()
 
 
@@ -204,7 +204,7 @@ def test_making_the_backbone_writes_its_weights_into_the_run_folder(tmp_path, mo
     monkeypatch.setattr(common, "ROOT", tmp_path)
     text = write_text(tmp_path / "text.txt",
                       [f"paragraph {i} says that {i * i} is a square" for i in range(999)])
-    hrm.main(hrm.Config(text=(text,), make_backbone=True, lr=1e-3, **SETTINGS))
+    hrm.main(hrm.Config(data=(text,), make_backbone=True, lr=1e-3, **SETTINGS))
     folder = tmp_path / "runs" / "hrm_adapter"
     model = ByteTransformer(folder / "transformer_small.safetensors")
     assert model.embedding.weight.shape == (260, 64)
@@ -217,6 +217,6 @@ def test_making_the_backbone_writes_its_weights_into_the_run_folder(tmp_path, mo
 def test_nonsense_settings_and_short_texts_end_with_one_line(tmp_path):
     short = write_text(tmp_path / "short.txt", [f"line {i}" for i in range(200)])
     for wrong, said in (({"seeds": 16}, "at most 15"), ({"size": 100}, "size from 512"),
-                        ({"text": (short,)}, "need 1024 of each")):
+                        ({"data": (short,)}, "need 1024 of each")):
         with pytest.raises(common.UserError, match=said):
             hrm.main(hrm.Config(**wrong))

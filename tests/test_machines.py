@@ -111,29 +111,29 @@ def odd_text(work):
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_closed_streams_hinder_nothing(odd_text, closed):
-    status, said = forked(["data.py", "--text", odd_text], closed)
+    status, said = forked(["data.py", "--data", odd_text], closed)
     assert status == 0 and "Traceback" not in said
     assert (1 in closed) == ("pack your own" not in said)
-    status, said = forked(["data.py", "--text", "nowhere.txt"], closed)
+    status, said = forked(["data.py", "--data", "nowhere.txt"], closed)
     assert status == 2 and (2 in closed) == ("does not exist" not in said)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_what_a_terminal_cannot_show_is_shown_as_a_question_mark(odd_text, encoding):
-    status, said = forked(["data.py", "--text", odd_text], encoding=encoding)
+    status, said = forked(["data.py", "--data", odd_text], encoding=encoding)
     assert status == 0 and ("日本" in said) == (encoding == "utf-8") and "and more of it" in said
 
 
 def test_a_reader_who_leaves_and_a_full_disk_are_no_tracebacks(odd_text):
-    assert forked(["data.py", "--text", odd_text], read=False)[0] == 141  # as `yes | head`
+    assert forked(["data.py", "--data", odd_text], read=False)[0] == 141  # as `yes | head`
     if os.path.exists("/dev/full"):
-        status, said = forked(["data.py", "--text", odd_text], to="/dev/full")
+        status, said = forked(["data.py", "--data", odd_text], to="/dev/full")
         assert status == 2 and "Traceback" not in said and "make room" in said
 
 
 def test_shards_and_results_may_lie_at_any_path(work, odd_text):
     out = odd_text.parent / "shärds, 2"
-    run = tiny.command("data.py", "--text", odd_text, "--out", out)
+    run = tiny.command("data.py", "--data", odd_text, "--out", out)
     assert run.status == 0, run.err
     assert data.load_corpus(out, data.make_tokenizer("bytes"), "train").n_docs == 1
     run = tiny.command("sample.py", "--prompt", "ab", "--length", 6, "--steps", 2, "--samples", 1,

@@ -486,6 +486,21 @@ def test_a_wrong_setting_is_one_line(kernel, settings, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_python_number_is_one_t():
+    adapter = make_adapter("dct", TINY, mlp_dim=8)
+    assert torch.equal(adapter(0.5).A, adapter(torch.tensor([0.5])).A)
+    assert torch.equal(adapter(1).A, adapter(torch.tensor([1.0])).A)
+
+
+@pytest.mark.parametrize("t", [3, -0.1, float("nan"), "0.5", [0.5], None, torch.tensor([0.5, 3.0]),
+                               torch.tensor([-1e-3]), torch.tensor([float("nan")])])
+@pytest.mark.parametrize("kernel", ["dct", "inject"])
+def test_a_t_outside_0_to_1_or_no_t_at_all_is_refused(kernel, t):
+    adapter = make_adapter(kernel, TINY, mlp_dim=8)
+    with pytest.raises(UserError, match=r"^t: got .*in \[0, 1\]"):
+        adapter(t)
+
+
 @pytest.mark.parametrize("t", [torch.tensor(0.5), torch.zeros(3, 1), torch.zeros(3, 127),
                                torch.arange(3), torch.zeros(2, 3, 128)])
 def test_t_of_a_wrong_shape_or_type_is_refused(t):

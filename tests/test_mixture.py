@@ -143,7 +143,7 @@ def test_the_command_builds_what_its_sources_give(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(mixture, "build_mixture", lambda out, tokenizer, tokens: build(
         out, tokenizer, tokens, good, MIXTURE))
     out = tmp_path / "corpus"
-    manifest = mixture.main(mixture.Config(out=str(out), tokens=5e3, tokenizer="bytes"))
+    manifest = mixture.main(mixture.Config(out=str(out), tokens=5e3, vocab="bytes"))
     said = capsys.readouterr().out
     assert f"wrote {out}; next: python train.py --data {out}" in said
     assert data.load_corpus(out, BYTES).n_docs == sum(

@@ -27,7 +27,7 @@ RUN = ("--seqlen", 32, "--batch", 4, "--steps", 20, "--d-model", 32, "--n-layer"
 
 def start(work, name, *more):
     text = work / "text.txt"
-    return command("experiments.pretrain", *RUN, "--text", text, "--valid", f"held-out={text}",
+    return command("experiments.pretrain", *RUN, "--data", text, "--valid", f"held-out={text}",
                    "--name", name, *more)
 
 
@@ -209,7 +209,7 @@ def test_matrices_decay_and_norms_biases_and_a_log_do_not(work, whole):
 
 @pytest.mark.parametrize("argv, words", [
     (("--preset", "huge"), ("--preset", "huge", "small")),
-    (("--text", "nowhere.txt"), ("nowhere.txt",)),
+    (("--data", "nowhere.txt"), ("nowhere.txt",)),
     (("--valid", "x=nowhere.txt"), ("nowhere.txt",)),
 ])
 def test_a_wrong_setting_is_one_line_and_no_folder(work, argv, words):
