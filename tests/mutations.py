@@ -64,7 +64,7 @@ BREAKS = (  # file, old, new, test
     ("common.py", "                child.kill()", "                pass",  # they ignore all else
      "test_interruption.py::"
      "test_every_way_out_ends_within_ten_seconds_and_leaves_no_process[bug between workers]"),
-    ("train.py", "signal.signal(number, signal.SIG_IGN)", "signal.signal(number, signal.SIG_DFL)",
+    ("common.py", "signal.signal(number, signal.SIG_IGN)", "signal.signal(number, signal.SIG_DFL)",
      "test_interruption.py::"
      "test_every_way_out_ends_within_ten_seconds_and_leaves_no_process[SIGTERM]"),
 )
