@@ -11,7 +11,6 @@ after each sample, step, evaluation and fork; "file" counts those of files.
 """
 import contextlib
 import errno
-import gc
 import json
 import os
 import signal
@@ -128,8 +127,6 @@ def main(folder):
     torch.set_num_threads(1)
     with tiny.root_at(folder), open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
         train.main(tiny.config(folder, name="warm", max_steps=1))  # what is imported late, once
-    gc.collect()
-    gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:
         pids = start(json.loads(line))
