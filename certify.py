@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from checkpoint import check_vocabulary, load_adapters, load_backbone, run_plugin
+from checkpoint import check_vocabulary, load_adapters, load_backbone, result_folder, run_plugin
 from chunk_scan import A_MIN
 from data import held_out_split, load_corpus
 from evaluate import make_draws
@@ -513,7 +513,7 @@ def main(cfg):
             "table": table, "dt": met.dt.tolist(), "radius": met.radius.tolist(),
             "share_below": met.share_below}
     result["certified"] = all(finding.certificate.certified for finding in findings)
-    folder = common.ROOT / "runs" / "certify"
+    folder = result_folder("certify", cfg.adapter)
     figure = folder / "fig1_certificate.png"
     common.save_result(folder / "result.json", result, cfg, env)
     draw_certificate(backbone, by_adapter, figure)

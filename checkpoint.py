@@ -26,6 +26,7 @@ import os
 import pickle
 import re
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -431,12 +432,36 @@ def load_adapters(paths, config, device="cpu", mark_only=False):
             raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
                                    "recurrence alone or changes the projections too; give a "
                                    "hypernet, chebyshev or dct adapter")
-        own = path.resolve().parent if path.name == "adapter.safetensors" else path.resolve()
-        label = own.name.removesuffix(".safetensors").removeprefix("adapter_")
+        label = label_of(path)
         if label in adapters or label in ("uniform", "unigram", "frozen"):  # rows of tables
             label = str(path)
         adapters[common.readable(label)] = adapter
     return adapters
+
+
+def label_of(path):
+    """The name of an adapter's file or run folder, for tables and folders."""
+    path = Path(path)
+    own = path.resolve().parent if path.name == "adapter.safetensors" else path.resolve()
+    return own.name.removesuffix(".safetensors").removeprefix("adapter_")
+
+
+def result_folder(script, paths):
+    """runs/<script>/<label>, for what a script finds out about the adapters of --adapter: "shipped"
+    where none is given, "several" for two or more. Says which older result will be replaced.
+    """
+    if not paths:
+        label = "shipped"
+    elif len(paths) == 1:
+        label = common.readable(label_of(paths[0]))
+    else:
+        label = "several"
+    folder = common.ROOT / "runs" / script / label
+    older = folder / "result.json"
+    if older.is_file():
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(older.stat().st_mtime))
+        common.log(f"replacing {older.relative_to(common.ROOT)} of {when}")
+    return folder
 
 
 # ---- the run folder ------------------------------------------------------------------------------

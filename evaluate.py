@@ -1,7 +1,7 @@
 """Scoring a denoiser on held-out text: CART, ELBO, cross-entropy by t, controls (4.4, C.3).
 
 Run:      python evaluate.py          (the shipped adapters on the embedded held-out text, 1 minute)
-Last line: "wrote runs/evaluate/result.json"
+Last line: "wrote runs/evaluate/shipped/result.json"
 
 Every row of a table sees the same windows, the same t and the same masks, so that two rows differ
 by the predictor alone and their difference has its own, paired interval. A cell is the mean over
@@ -35,7 +35,7 @@ import torch.distributed as dist
 import common
 from cart import (cart_weights, corrupt, corrupt_exactly, masked_cross_entropy, unigram_log_probs,
                   uniform_nats)
-from checkpoint import check_vocabulary, load_adapters, load_backbone, run_plugin
+from checkpoint import check_vocabulary, load_adapters, load_backbone, result_folder, run_plugin
 from data import (Corpus, Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
                   noise_generator)
 from hydra_ssm import MODES
@@ -744,7 +744,7 @@ def main(cfg):
     used = windows_used(held_out)
     result = {"scores": by_label(scores, usual), "tables": tables, "windows": used,
               "seeds": list(held_out.seeds)}
-    folder = common.ROOT / "runs" / "evaluate"
+    folder = result_folder("evaluate", cfg.adapter)
     common.save_result(folder / "result.json", result, cfg, env)
     texts = {}
     for title, table in tables.items():
@@ -759,8 +759,9 @@ def main(cfg):
         common.log(texts[title])
     figure = folder / "table1_scores.png"
     draw_scores(scores, list(adapters), figure, usual)
-    common.log(f"\nfigure: {figure.relative_to(common.ROOT)}; all metrics: runs/evaluate/tables.md"
-               "\nwrote runs/evaluate/result.json")
+    shown = folder.relative_to(common.ROOT)
+    common.log(f"\nfigure: {shown}/{figure.name}; all metrics: {shown}/tables.md"
+               f"\nwrote {shown}/result.json")
     return result
 
 

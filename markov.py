@@ -40,7 +40,7 @@ import torch.nn.functional as F
 import common
 from cart import corrupt
 from certify import certify, mixer_inputs, scan_inputs
-from checkpoint import check_vocabulary, load_adapters, load_backbone, run_plugin
+from checkpoint import check_vocabulary, load_adapters, load_backbone, result_folder, run_plugin
 from chunk_scan import A_MIN
 from data import Windows, held_out_split, load_corpus, maskable_tokens, noise_generator
 from hydra_ssm import Modulation
@@ -505,7 +505,7 @@ def main(cfg):
                f"shares of the frozen operator's norm\n\n{table}\n")
     result = {"adapters": by_adapter, "lags": LAGS.tolist(), "grid": grid, "table": table,
               "matrices": {"layer": layer, "half_life": half_lives.tolist()}}
-    folder = common.ROOT / "runs" / "markov"
+    folder = result_folder("markov", cfg.adapter)
     common.save_result(folder / "result.json", result, cfg, env)
     draw_profiles(by_adapter, folder / "fig3_profiles.png")
     draw_operators(by_adapter, grid, folder / "fig3_operators.png")

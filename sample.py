@@ -3,7 +3,7 @@
 Run:      python sample.py          (three texts and a filled template, 10 seconds)
           python sample.py --prompt "It was" --length 128 --steps 64 --order random --show
           python sample.py --judge  (and how good such texts are, 9 minutes on one core)
-Last line: "wrote runs/sample/result.json"
+Last line: "wrote runs/sample/chebyshev/result.json"
 
 A text starts with n holes, [MASK], and each of S steps fills n // S, the first n mod S steps one
 more: so t is known for every step beforehand. A step draws a token for each hole and keeps the best
@@ -34,7 +34,8 @@ import torch
 
 import common
 from cart import corrupt, unigram_log_probs
-from checkpoint import ASSETS, check_vocabulary, load_adapter, load_backbone, run_plugin
+from checkpoint import (ASSETS, check_vocabulary, load_adapter, load_backbone, result_folder,
+                        run_plugin)
 from data import Corpus, Windows, load_corpus, maskable_tokens, noise_generator
 from evaluate import elbo_terms, make_draws, sequence_losses, tokens_per_byte
 from text import make_tokenizer
@@ -510,11 +511,11 @@ def main(cfg):
         result["table"] = judgement_table(found)
         result["rows"] = [judgement.record() for judgement in found]
         common.log(f"\n{result['table']}\n")
-    folder = common.ROOT / "runs" / "sample"
+    folder = result_folder("sample", (cfg.adapter,))
     common.save_result(folder / "result.json", result, cfg, env)
     if found:
         draw_judgements(folder / "sampling.png", found)
-    common.log("\nwrote runs/sample/result.json")
+    common.log(f"\nwrote {folder.relative_to(common.ROOT)}/result.json")
     return result
 
 

@@ -1,6 +1,6 @@
 """Copy a run's numbers and figures to where the repository keeps them: results/ and figures/.
 
-Run:      python -m experiments.publish runs/certify --name small
+Run:      python -m experiments.publish runs/certify/shipped --name small
 Last line: "published results/certify/small.json, figures/fig1_certificate.png"
 
 A run writes into runs/, which git ignores. Its result.json already holds the commit, the command,
@@ -27,7 +27,7 @@ from mark_adapters import GEOMETRIES
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Publish a finished run."""
-    run: Annotated[str, tyro.conf.Positional] = ""  # folder of a finished run: runs/certify
+    run: Annotated[str, tyro.conf.Positional] = ""  # folder of a finished run: runs/certify/shipped
     name: str = ""             # of the result; default: the folder's name
     assets: bool = False       # also replace the file in assets/ that such a run is the origin of
     dirty: bool = False        # allow a run of uncommitted code
@@ -81,7 +81,7 @@ def publish_assets(run, script, config):
 
 def main(cfg):
     if not cfg.run:
-        raise common.UserError("nothing to publish: give the folder of a run, such as runs/certify")
+        raise common.UserError("nothing to publish: give the folder of a run, such as runs/certify/shipped")
     written = publish(cfg.run, cfg.name, cfg.dirty, cfg.assets)
     names = [path.relative_to(common.ROOT) if path.is_relative_to(common.ROOT) else path
              for path in written]

@@ -71,7 +71,7 @@ def stability_section():
                     result.metrics["table"]), wrapped(legend), *tables,
              *picture("fig1_certificate", "Margins of the layers under the five hypotheses")]
     made = command("certify.py", certify.Config, settings)
-    return Section("Stability: Figure 1", says, (made, publish_command("certify", "small")),
+    return Section("Stability: Figure 1", says, (made, publish_command("certify/shipped", "small")),
                    provenance(result), counted, tuple(shown))
 
 
@@ -158,7 +158,7 @@ def memory_section():
              *picture("mixer_matrix", "The matrix of eq. 11 that a layer multiplies a sentence "
                       "with, for three heads of the frozen backbone, log scale")]
     made = command("markov.py", markov.Config, settings)
-    return Section("Memory: Figure 3", says, (made, publish_command("markov", "small")),
+    return Section("Memory: Figure 3", says, (made, publish_command("markov/shipped", "small")),
                    provenance(result), counted, tuple(shown))
 
 

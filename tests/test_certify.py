@@ -377,12 +377,12 @@ def test_the_command_prints_every_layer_and_leaves_its_numbers_and_figure(work):
     assert run.status == 0, run.err
     last = run.out.splitlines()[-1]
     assert "certified: 2 of 2 layers; Algorithm 4's least margin is epsilon" in last
-    metrics = json.loads((work / "runs/certify/result.json").read_text())["metrics"]
+    metrics = json.loads((work / "runs/certify/dct/result.json").read_text())["metrics"]
     assert metrics["certified"] and metrics["table"] in run.out
     assert len(metrics["backbone"]["epsilon"]) == tiny.CONFIG.n_layer
     adapter = metrics["adapters"]["dct"]
     assert adapter["table"] in run.out and set(adapter["margins"]) == set(certify.HYPOTHESES)
-    assert (work / "runs/certify/fig1_certificate.png").stat().st_size > 10_000
+    assert (work / "runs/certify/dct/fig1_certificate.png").stat().st_size > 10_000
 
 
 def config(work, *adapters):
@@ -407,7 +407,7 @@ def test_the_numbers_are_written_before_the_picture(work, monkeypatch):
     def fail(*args):
         raise OSError("no picture today")
     monkeypatch.setattr(common, "save_figure", fail)
-    result = work / "runs/certify/result.json"
+    result = work / "runs/certify/none/result.json"
     result.unlink(missing_ok=True)
     with pytest.raises(OSError, match="no picture"):
         certify.main(config(work, "none"))

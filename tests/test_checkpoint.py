@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import common
 from checkpoint import (append_metrics, copy_adapter, load_adapter, load_adapters, load_backbone,
-                        open_run, read_metrics, restore_state, run_folder, save_adapter,
-                        save_state)
+                        open_run, read_metrics, restore_state, result_folder, run_folder,
+                        save_adapter, save_state)
 from mark_adapters import make_adapter
 
 KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora", "lora+chebyshev")
@@ -378,3 +378,17 @@ def test_two_processes_never_write_one_folder_and_a_dead_one_leaves_no_lock(tmp_
         process.kill()
         process.wait()
     open_run(tmp_path, Settings(), {}, ENV)
+
+
+def test_a_result_folder_is_named_after_the_adapters_and_an_older_result_is_not_replaced_silently(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    one, other = tmp_path / "runs/notes/adapter.safetensors", "adapter_dct.safetensors"
+    for paths, label in (((), "shipped"), ((one,), "notes"), ((one.parent,), "notes"),
+                         ((other,), "dct"), ((one, other), "several"), (("none",), "none")):
+        folder = result_folder("certify", paths)
+        assert folder == tmp_path / "runs/certify" / label
+    assert capsys.readouterr().out == ""
+    common.write_json(folder / "result.json", {})
+    result_folder("certify", ("none",))
+    assert capsys.readouterr().out.startswith("replacing runs/certify/none/result.json of 20")

@@ -504,18 +504,19 @@ def given(work, denoiser):
             "--windows", 4, "--seeds", 2)
 
 
-def written(work):
-    """What the command left in result.json, and in tables.md."""
-    found = common.read_json(work / "runs/evaluate/result.json", "metrics", "config", "commit")
-    return found["metrics"], (work / "runs/evaluate/tables.md").read_text("utf-8")
+def written(work, label="a"):
+    """What the command left of some adapters in result.json, and in tables.md."""
+    folder = work / "runs/evaluate" / label
+    found = common.read_json(folder / "result.json", "metrics", "config", "commit")
+    return found["metrics"], (folder / "tables.md").read_text("utf-8")
 
 
 def test_the_command_scores_adapters_and_writes_the_result(work, denoiser, given):
     save_adapter(work / "b" / "adapter.safetensors", denoiser.adapter)
     run = command("evaluate.py", *given, "--adapter", work / "a", work / "b")
     assert run.status == 0, run.err
-    assert run.out.strip().splitlines()[-1] == "wrote runs/evaluate/result.json"
-    metrics, shown = written(work)
+    assert run.out.strip().splitlines()[-1] == "wrote runs/evaluate/several/result.json"
+    metrics, shown = written(work, "several")
     rows = metrics["scores"]["held"]
     assert len(rows) == 9 and {"uniform", "unigram", "frozen", "b", "b, shuffled t"} <= rows.keys()
     assert all(len(row["elbo"]) == 2 for row in rows.values())
@@ -524,7 +525,7 @@ def test_the_command_scores_adapters_and_writes_the_result(work, denoiser, given
     assert len(metrics["tables"]) == 8
     assert all(table in shown for table in metrics["tables"].values())
     assert re.search(r"held: 4 of \d+ windows of 24 per seed", run.out)     # the cap is stated
-    assert (work / "runs/evaluate/table1_scores.png").stat().st_size > 10_000
+    assert (work / "runs/evaluate/several/table1_scores.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -561,7 +562,7 @@ def test_a_file_name_that_is_no_utf8_costs_no_result(work, given):
     metrics, shown = written(work / "odd")
     assert "a, shuffled t" in metrics["scores"]["caf\ufffd"]
     assert "| caf\ufffd |" in shown
-    assert (work / "odd/runs/evaluate/table1_scores.png").is_file()
+    assert (work / "odd/runs/evaluate/a/table1_scores.png").is_file()
     assert twice.status == 2 and "two data sets are called caf\ufffd" in twice.err
 
 

@@ -314,7 +314,7 @@ def test_the_numbers_are_written_before_the_pictures(work, monkeypatch):
                           data=(str(work / "text.txt"),), sentence="one head or two")
     with pytest.raises(OSError, match="no picture"):
         markov.main(given)
-    found = json.loads((work / "runs/markov/result.json").read_text())
+    found = json.loads((work / "runs/markov/hypernet/result.json").read_text())
     assert found["metrics"]["matrices"]["layer"] == 1
     assert len(found["metrics"]["matrices"]["half_life"]) == 4
     assert found["metrics"]["adapters"]["hypernet"]["learned"].keys() == {"magnitudes"}
@@ -329,15 +329,15 @@ def test_the_command_leaves_a_table_its_numbers_and_its_figures(work):
                24, "--windows", 3, "--grid", 5)
     run = tiny.command("markov.py", *options, "--adapter", *paths)
     assert run.status == 0, run.err
-    last = "figures: runs/markov/fig3_*.png (profiles, operators, coefficients)"
+    last = "figures: runs/markov/several/fig3_*.png (profiles, operators, coefficients)"
     assert run.out.splitlines()[-1] == last
-    metrics = json.loads((work / "runs/markov/result.json").read_text())["metrics"]
+    metrics = json.loads((work / "runs/markov/several/result.json").read_text())["metrics"]
     assert metrics["table"] in run.out and metrics["lags"][-1] == 4096
     found = metrics["adapters"]["dct"]
     assert len(found["distance"]) == 6 and len(found["profile"]) == len(markov.TIMES)
     assert "exponent" in found["learned"] and "spectrum" in found["learned"]
     for name in ("fig3_profiles", "fig3_operators", "fig3_coefficients", "mixer_matrix"):
-        assert (work / f"runs/markov/{name}.png").stat().st_size > 10_000
+        assert (work / f"runs/markov/several/{name}.png").stat().st_size > 10_000
     save_adapter(work / "adaln.safetensors", make_adapter("adaln", tiny.CONFIG))
     run = tiny.command("markov.py", *options, "--adapter", work / "adaln.safetensors")
     assert run.status == 2 and "adaln" in run.err and run.err.count("\n") == 1

@@ -537,8 +537,9 @@ def test_the_command_samples_shows_and_writes_its_history(work, given, strong):
     run = command("sample.py", *given, "--prompt", "the ", "--length", 20, "--steps", 8,
                   "--samples", 2, "--seed", 5, "--show", "--history", work / "history.json")
     assert run.status == 0, run.err
-    assert run.out.rstrip().splitlines()[-1] == "wrote runs/sample/result.json"
-    (name, texts), = json.loads((work / "runs/sample/result.json").read_text())["metrics"].items()
+    assert run.out.rstrip().splitlines()[-1] == "wrote runs/sample/run/result.json"
+    metrics = json.loads((work / "runs/sample/run/result.json").read_text())["metrics"]
+    (name, texts), = metrics.items()
     assert name.startswith("the [MASK]") and len(texts) == 2
     states = json.loads((work / "history.json").read_text())["history"][name]
     assert len(states) == 8 and states[-1] == texts
@@ -557,7 +558,7 @@ def test_bare_it_samples_with_a_shipped_adapter_and_fills_a_template(work):
         run = command("sample.py", "--length", 24, "--steps", 4, "--samples", 1,
                       "--adapter", adapter)
         assert run.status == 0, run.err
-        metrics = json.loads((work / "runs/sample/result.json").read_text())["metrics"]
+        metrics = json.loads((work / f"runs/sample/{adapter}/result.json").read_text())["metrics"]
         (_, (text,)), (template, (filled,)) = metrics.items()
         assert len(text.encode()) >= 24 and template == sample.TEMPLATE
         given = re.split(r"\[MASK:\d\]", template)
@@ -587,7 +588,7 @@ def test_bytes_of_the_command_line_that_are_no_utf8_become_replacement_character
         run = command("sample.py", *given, *short, *flags)
         assert run.status == 0, run.err
         assert name in run.out
-        texts = common.read_json(work / "runs/sample/result.json")["metrics"][name]
+        texts = common.read_json(work / "runs/sample/run/result.json")["metrics"][name]
         assert texts[0].startswith(name.partition("[")[0])
         assert common.read_json(work / "odd.json")["history"][name][-1] == texts
 
@@ -612,7 +613,7 @@ def test_a_terminal_is_repainted_and_never_sent_a_control_character(monkeypatch)
 def test_the_judgement_is_written_as_numbers_a_table_three_texts_and_then_a_figure(
         work, strong, monkeypatch):
     """Beside the texts that every run samples, whose flags keep their meaning."""
-    result = work / "judged" / "runs/sample/result.json"
+    result = work / "judged" / "runs/sample/run/result.json"
     save_figure = common.save_figure
 
     def save_after_the_result(figure, path):
