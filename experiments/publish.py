@@ -81,7 +81,8 @@ def publish_assets(run, script, config):
 
 def main(cfg):
     if not cfg.run:
-        raise common.UserError("nothing to publish: give the folder of a run, such as runs/certify/shipped")
+        raise common.UserError("nothing to publish: give the folder of a run, such as "
+                               "runs/certify/shipped")
     written = publish(cfg.run, cfg.name, cfg.dirty, cfg.assets)
     names = [path.relative_to(common.ROOT) if path.is_relative_to(common.ROOT) else path
              for path in written]

@@ -181,7 +181,8 @@ def scores_section():
                      "them most of it. Most of the gain is at t above 0.5")
     made = command("evaluate.py", evaluate.Config, settings)
     return Section("Table 1: scores and controls", says,
-                   (made, publish_command("evaluate/shipped", "small")), provenance(result), counted,
+                   (made, publish_command("evaluate/shipped", "small")),
+                   provenance(result), counted,
                    tuple(shown))
 
 
@@ -275,4 +276,5 @@ def sampling_section():
                     first_texts(result)))
     return Section("Sampling", says,
                    (command("sample.py", sample.Config, settings),
-                    publish_command("sample/chebyshev", "small")), provenance(result), counted, shown)
+                    publish_command("sample/chebyshev", "small")),
+                   provenance(result), counted, shown)
