@@ -437,12 +437,18 @@ def current_words(config_class):
 
 
 def parse(config_class, default):
-    """The command line as a `config_class`. What tyro refuses, in a box, is raised as one line."""
+    """The command line as a `config_class`. What tyro refuses, in a box, is raised as one line.
+
+    --help opens with the first paragraph of the script's docstring.
+    """
     import tyro
     box = io.StringIO()
+    about = (sys.modules["__main__"].__doc__ or "").partition("\n\n")[0]
+    about = "\n\n".join(filter(None, (about, config_class.__doc__)))
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(config_class, default=default, args=current_words(config_class))
+            return tyro.cli(config_class, description=about, default=default,
+                            args=current_words(config_class))
     except SystemExit as stop:
         if not stop.code:  # --help
             raise

@@ -632,6 +632,28 @@ def score_tables(scores, adapters, usual="full"):
     return tables
 
 
+PAIRS = "ELBO, adapters beside each other"
+
+
+def pair_table(scores, adapters, usual="full"):
+    """Markdown: the ELBO of each adapter less that of every later one, on the same windows, t and
+    masks; its 95 % interval over seeds, Student's and, beside it, C.3's 1.96 standard errors.
+    """
+    lines = []
+    for one, other in itertools.combinations(adapters, 2):
+        rows = [Row(name, "own t", usual) for name in (one, other)]
+        cells = []
+        for values in seed_differences(scores, "elbo", *rows):
+            students = common.interval(values)
+            normal = common.interval(values, student=False)
+            cell = students.show("+")
+            if not math.isnan(normal.half):
+                cell += f" ({normal.half:.4f})"
+            cells.append(cell)
+        lines.append([f"{one} less {other}", *cells])
+    return common.markdown(["", *scores, "Avg."], *lines)
+
+
 # ---- figure --------------------------------------------------------------------------------------
 
 
@@ -741,6 +763,8 @@ def main(cfg):
     scores = score_all(model, adapters, held_out, train_ids, cfg.modulate)
     usual = cfg.modulate[0]
     tables = score_tables(scores, adapters, usual)
+    if len(adapters) > 1:
+        tables[PAIRS] = pair_table(scores, adapters, usual)
     used = windows_used(held_out)
     result = {"scores": by_label(scores, usual), "tables": tables, "windows": used,
               "seeds": list(held_out.seeds)}
@@ -748,15 +772,20 @@ def main(cfg):
     common.save_result(folder / "result.json", result, cfg, env)
     texts = {}
     for title, table in tables.items():
-        head = f"{title}; mean ± 1.96 standard errors, n = {cfg.seeds} seeds"
+        over = f"n = {cfg.seeds} seeds, each with its own windows, t and masks"
+        head = f"{title}; mean ± 1.96 standard errors, {over}"
+        if title == PAIRS:
+            head = (f"{title}; mean ± Student's 95 % (C.3's 1.96 standard errors), {over}; "
+                    "negative: the first is better")
         texts[title] = f"\n{head}\n\n{table}"
     with common.atomic_path(folder / "tables.md") as temporary:
         temporary.write_text("\n".join(texts.values()), "utf-8")
 
     for name, share in used.items():
         common.log(f"{name}: {share}")
-    for title in (TITLES["cart"], TITLES["elbo"], DIFFERENCES):
-        common.log(texts[title])
+    for title in (TITLES["cart"], TITLES["elbo"], DIFFERENCES, PAIRS):
+        if title in texts:
+            common.log(texts[title])
     figure = folder / "table1_scores.png"
     draw_scores(scores, list(adapters), figure, usual)
     shown = folder.relative_to(common.ROOT)

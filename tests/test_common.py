@@ -241,3 +241,12 @@ def test_the_banner_names_file_commit_device_seed_parameters_and_every_setting(c
     for word in ("script.py", env["commit"], "cpu", "seed 42", "parameters 20", "trainable 16",
                  "float32", "lr=0.1", "steps=10", "names=('a',)"):
         assert word in out, word
+
+
+def test_help_opens_with_the_scripts_own_words(capsys):
+    """The first paragraph of its docstring, then what its Config is for."""
+    import tiny
+    run = tiny.command("certify.py", "--help")
+    assert run.status == 0
+    words = " ".join(run.out.split())
+    assert words.index("The stability certificate") < words.index("Certify a backbone")

@@ -522,7 +522,7 @@ def test_the_command_scores_adapters_and_writes_the_result(work, denoiser, given
     assert all(len(row["elbo"]) == 2 for row in rows.values())
     for words in ("uniform", "constant t", "masked_mean", "gain over frozen", "Avg."):
         assert words in run.out
-    assert len(metrics["tables"]) == 8
+    assert len(metrics["tables"]) == 9
     assert all(table in shown for table in metrics["tables"].values())
     assert re.search(r"held: 4 of \d+ windows of 24 per seed", run.out)     # the cap is stated
     assert (work / "runs/evaluate/several/table1_scores.png").stat().st_size > 10_000
@@ -664,3 +664,19 @@ def test_lora_reads_no_t_and_the_last_line_says_so(work):
     found = evaluate.compare(denoiser.backbone, denoiser.adapter, draws)
     assert evaluate.last_line("lora", found).endswith("it reads no t")
     assert "it reads no t" in evaluate.comparison_table("lora", found)
+
+
+def test_two_adapters_are_compared_seed_by_seed_with_both_intervals():
+    def of(values):
+        return {"elbo": values}
+
+    scores = {"a": {Row("x"): of([1.0, 2.0, 4.0]), Row("y"): of([1.5, 2.0, 3.0])},
+              "b": {Row("x"): of([0.0, 0.0, 0.0]), Row("y"): of([1.0, 1.0, 1.0])}}
+    *_, line = evaluate.pair_table(scores, ["x", "y"]).splitlines()
+    label, first, second, average = [cell.strip() for cell in line.strip("|").split("|")]
+    differences = [-0.5, 0.0, 1.0]
+    students = common.interval(differences)
+    normal = common.interval(differences, student=False)
+    assert label == "x less y" and first == f"{students.show('+')} ({normal.half:.4f})"
+    assert students.half > 2 * normal.half and second == "-1.0000 ± 0.0000 (0.0000)"
+    assert average.startswith(f"{sum(differences) / 6 - 0.5:+.4f}")
