@@ -11,12 +11,15 @@ after each sample, step, evaluation and fork; "file" counts those of files.
 """
 import contextlib
 import errno
+import gc
 import json
 import os
 import signal
 import sys
 from collections import Counter
 from pathlib import Path
+
+sys.modules["triton"] = None  # which a CPU does not need, and which complains at a quick end
 
 import tiny  # first: it finds the other files
 import torch
@@ -127,6 +130,8 @@ def main(folder):
     torch.set_num_threads(1)
     with tiny.root_at(folder), open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
         train.main(tiny.config(folder, name="warm", max_steps=1))  # what is imported late, once
+    gc.collect()
+    gc.freeze()  # or each fork would spend a second on what it has not made
     print("ready", flush=True)
     for line in sys.stdin:
         pids = start(json.loads(line))
