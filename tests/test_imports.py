@@ -27,8 +27,8 @@ MACHINE = re.compile(r"(?<![\w.])/(home|root|work|mnt|Users|scratch)/\w+|\.\./sh
 # One process that has imported only third parties, and a fork of it per file: as good as fresh.
 DRIVER = """
 import importlib, json, os, random, sys
-sys.modules["triton"] = None                # any `import triton` now raises ImportError
-import numpy, torch
+sys.modules["triton"] = None  # any `import triton` now raises ImportError
+import einops, numpy, torch, tqdm, tyro
 
 def state():
     kind, keys, *rest = numpy.random.get_state()
@@ -39,16 +39,25 @@ def state():
             "default dtype": str(torch.get_default_dtype()), "grad mode": torch.is_grad_enabled(),
             "environment": dict(os.environ), "folder": os.getcwd(), "files": sorted(os.listdir())}
 
+def changed_by(name):
+    before = state()
+    importlib.import_module(name)
+    faults = [what for what, value in state().items() if value != before[what]]
+    if torch.cuda.is_initialized():
+        faults.append("CUDA was initialised")
+    return faults
+
 for name in sys.argv[1:]:
     reader, writer = os.pipe()
     if os.fork() == 0:
-        os.dup2(writer, 1), os.dup2(writer, 2)
-        before, faults = state(), []
-        importlib.import_module(name)
-        faults += [what for what, value in state().items() if value != before[what]]
-        faults += ["CUDA was initialised"] * torch.cuda.is_initialized()
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(0 if not faults else print(name, "changed", faults, flush=True) or 1)
+        for stream in (1, 2):
+            os.dup2(writer, stream)
+        faults = changed_by(name)
+        if faults:
+            print(name, "changed", faults)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(bool(faults))
     os.close(writer)
     with os.fdopen(reader) as output:
         said = output.read()
