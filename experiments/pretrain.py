@@ -189,7 +189,18 @@ def score_backbone(cfg, model, corpus, sets, seconds):
     return result
 
 
+def check(cfg):
+    """Refuse, before any work, what could only fail later or mean something else."""
+    if not 0 < cfg.mask_rate <= 1:
+        raise common.UserError(f"--mask-rate: got {cfg.mask_rate}, need a share above 0, at most 1")
+    d_inner = HydraConfig(d_model=cfg.d_model).d_inner
+    if d_inner % cfg.headdim:
+        raise common.UserError(f"--headdim: got {cfg.headdim}, need a divisor of {d_inner}, which "
+                               "is twice --d-model")
+
+
 def main(cfg):
+    check(cfg)
     cfg = dataclasses.replace(cfg, name=cfg.name or f"pretrain_{cfg.preset}")
     folder = run_folder(cfg.name)
     check_free(folder, cfg)
