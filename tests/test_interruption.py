@@ -5,6 +5,7 @@ seconds of importing torch at each of the many starts. Bit-equality is asked of 
 moments, every row of metrics.jsonl but its speeds, and the result. And whatever ends a run, it ends
 soon, says why in one line, and leaves no process behind.
 """
+import contextlib
 import itertools
 import json
 import math
@@ -80,9 +81,11 @@ class Forks:
             [sys.executable, ROOT / "tests/forks.py", folder], text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert self.process.stdout.readline() == "ready\n"
+        self.waited_for = True
 
     def start(self, *argv, ranks=1, fault=None):
         """Start a run -> the process id of each rank; the first is that of their group."""
+        self.end()
         port = free_port()
         self.log = self.folder / f"{port}.log"
         self.log.write_text("")  # now: a rank may be killed before it opens it
@@ -91,7 +94,20 @@ class Forks:
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         self.ranks = json.loads(self.process.stdout.readline())
+        self.waited_for = False
         return self.ranks
+
+    def end(self):
+        """Kill a run that a failed test has left."""
+        if not self.waited_for:
+            self.kill()
+            self.process.stdout.readline()
+            self.waited_for = True
+
+    def kill(self):
+        """Kill the ranks and their loading processes, if there still are any."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.ranks[0], signal.SIGKILL)
 
     def living(self):
         """The processes of the run, loading ones too, that have not ended."""
@@ -107,8 +123,9 @@ class Forks:
             time.sleep(0.01)
         late = set(self.ranks) & set(self.living())
         if late:
-            os.killpg(self.ranks[0], signal.SIGKILL)
+            self.kill()
         status = json.loads(self.process.stdout.readline())
+        self.waited_for = True
         assert not late, f"still there after {seconds} seconds; it said {self.said()}"
         return status, self.said()
 
@@ -130,6 +147,7 @@ def forks(work):
     assert len(windows) == 18
     runs = Forks(work)
     yield runs
+    runs.end()
     runs.process.stdin.close()
     assert runs.process.wait(timeout=20) == 0
 
@@ -238,8 +256,7 @@ def kill_at_random(forks, name, ranks, workers, kills, seed=0):
         while len(stamps) <= saves and time.time() < deadline and forks.living():
             stamps.add(stamp(folder))
         time.sleep(moment)
-        if forks.living():
-            os.killpg(forks.ranks[0], signal.SIGKILL)
+        forks.kill()
         status, said = forks.wait()
         assert set(status) <= {0, -9}, said
         if any(status):
