@@ -324,6 +324,9 @@ def block_ranks(M):
 
 
 def main(cfg):
+    if cfg.seqlen < 2 or 2 * cfg.d_model % cfg.headdim:
+        raise common.UserError(f"got --seqlen {cfg.seqlen} and --headdim {cfg.headdim}, need at "
+                               f"least 2 and a divisor of {2 * cfg.d_model}, twice --d-model")
     torch.manual_seed(cfg.seed)
     config = HydraConfig(260, cfg.d_model, 1, cfg.d_state, headdim=cfg.headdim)
     model = HydraBert(config).double().requires_grad_(False)

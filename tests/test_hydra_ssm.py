@@ -392,6 +392,12 @@ def test_the_command_shows_the_ranks_of_the_matrix_of_eq_11(capsys):
     assert "at most 3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("settings", ({"headdim": 1000}, {"headdim": 48}, {"seqlen": 1}))
+def test_sizes_that_do_not_fit_are_one_line(settings):
+    with pytest.raises(UserError, match="need at least 2 and a divisor of 128"):
+        main(Config(**settings))
+
+
 def test_the_mixer_matrix_is_quasiseparable_and_times_x_is_y(tmp_path):
     model, _, cfg = build(tmp_path, d_state=2, headdim=4)
     mixer = model.layers[1].mixer
