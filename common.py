@@ -34,6 +34,7 @@ SOURCE = Path(__file__).resolve().parent
 ROOT = Path(os.environ.get("MARK_ROOT") or SOURCE).resolve()  # of runs/, results/ and figures/
 MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS,
             errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)  # by the user
+SURROGATE = re.compile("[\ud800-\udfff]")  # in a str: a byte that was not UTF-8
 SEEDS = tuple(42 + 100 * i for i in range(15))  # C.3: seed i is 42 + 100 i
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # and Ito, for every kind of sight; with COLORS
@@ -148,7 +149,7 @@ def save_figure(figure, path):
 
 def readable(text):
     """`text` with U+FFFD where bytes of an argument or a file name are not UTF-8."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return SURROGATE.sub("\ufffd", text)
 
 
 def plain(value):

@@ -152,6 +152,24 @@ class HeldOut:
 # ---- losses of each window -----------------------------------------------------------------------
 
 
+def batch_states(model, adapter, draws, rows, t, modulate="full"):
+    """x0 (b, l), masked (b, l) and the last hidden states (b, l, d) of some rows of `draws`."""
+    device = model.word_embeddings.weight.device
+    x0 = draws.x0[rows].to(device)                                                     # b l
+    modulation = None
+    if adapter is not None:
+        modulation = adapter(t[rows].to(device)).keep(modulate)
+    real = x0 != draws.pad_id
+    mask = None if real.all() else real
+    hidden = model.hidden(draws.x_t[rows].to(device), modulation, mask)                # b l d
+    return x0, draws.masked[rows].to(device), hidden
+
+
+def batch_size(draws):
+    """Rows that are computed together: it bounds the memory at any length."""
+    return max(1, 8192 // draws.x0.shape[1])
+
+
 @torch.no_grad()
 def sequence_losses(model, adapter, draws, batch=None, t=None, modulate="full"):
     """Per row of `draws`: the sum of ce and of w ce over its masked tokens, (2n, 2) float64.
@@ -163,18 +181,9 @@ def sequence_losses(model, adapter, draws, batch=None, t=None, modulate="full"):
     rank, world = common.rank_and_world()
     if t is None:
         t = draws.t
-    if batch is None:
-        batch = max(1, 8192 // draws.x0.shape[1])  # bounds the memory at any length
     losses = torch.zeros(len(draws.t), 2, dtype=torch.float64)
-    for rows in torch.arange(len(draws.t))[rank::world].split(batch):
-        x0 = draws.x0[rows].to(device)                                                 # b l
-        masked = draws.masked[rows].to(device)
-        modulation = None
-        if adapter is not None:
-            modulation = adapter(t[rows].to(device)).keep(modulate)
-        real = x0 != draws.pad_id
-        mask = None if real.all() else real
-        hidden = model.hidden(draws.x_t[rows].to(device), modulation, mask)            # b l d
+    for rows in torch.arange(len(draws.t))[rank::world].split(batch or batch_size(draws)):
+        x0, masked, hidden = batch_states(model, adapter, draws, rows, t, modulate)
         ce = torch.zeros(x0.shape, dtype=torch.float64, device=device)                 # b l
         ce[masked] = masked_cross_entropy(hidden[masked], x0[masked], model.head).double()
         weighted = draws.w[rows].to(device) * ce
@@ -269,15 +278,9 @@ def filled_right(model, adapter, draws, modulate="full"):
 
     One pass fills all of them. The frozen backbone where adapter is None.
     """
-    device = model.word_embeddings.weight.device
     right = torch.zeros(draws.n)
-    for rows in torch.arange(draws.n).split(max(1, 8192 // draws.x0.shape[1])):
-        x0 = draws.x0[rows].to(device)                                                 # b l
-        masked = draws.masked[rows].to(device)
-        modulation = None
-        if adapter is not None:
-            modulation = adapter(draws.t[rows].to(device)).keep(modulate)
-        hidden = model.hidden(draws.x_t[rows].to(device), modulation, x0 != draws.pad_id)
+    for rows in torch.arange(draws.n).split(batch_size(draws)):
+        x0, masked, hidden = batch_states(model, adapter, draws, rows, draws.t, modulate)
         hits = torch.zeros_like(masked)
         guesses = [model.head(part).argmax(-1) for part in hidden[masked].split(4096)]
         hits[masked] = torch.cat(guesses) == x0[masked]
@@ -319,8 +322,9 @@ def difference_by_t(losses, minus, draws):
     return found
 
 
-def compare(model, adapter, draws, modulate="full", seed=42):
-    """What an adapter changes on held-out text. All Intervals are Student's 95 % over windows, of
+def compare(model, adapter, draws, modulate="full", seed=42, frozen=None):
+    """What an adapter changes on held-out text. frozen: `sequence_losses` of the frozen backbone,
+    where they are known. All Intervals are Student's 95 % over windows, of
     differences between predictors on the same windows, t and masks:
 
     "frozen", "adapter", "wrong_t"   metrics of each; wrong_t: told another window's t; the
@@ -331,7 +335,8 @@ def compare(model, adapter, draws, modulate="full", seed=42):
     "gain_by_t", "wrong_t_gain_by_t"   the gain with the own and the wrong t, nats per masked token
     "right"         shares of masked tokens filled right: frozen, the adapter, and the difference
     """
-    frozen = sequence_losses(model, None, draws)
+    if frozen is None:
+        frozen = sequence_losses(model, None, draws)
     own = sequence_losses(model, adapter, draws, modulate=modulate)
     wrong = wrong_t_losses(model, adapter, draws, modulate, seed)
     masked = draws.masked[:draws.n].sum().item()
@@ -451,17 +456,22 @@ def context_free(train_ids, tokenizer):
     return {"uniform": uniform, "unigram": unigram}
 
 
-def reference_rows(model, draws, train_ids, tokenizer):
-    """{name: metrics} that every table carries: uniform, unigram (of the training text), frozen."""
-    return reference_metrics(model, draws, context_free(train_ids, tokenizer))
+def reference_rows(model, draws, train_ids, tokenizer, frozen=None):
+    """{name: metrics} that every table carries: uniform, unigram (of the training text), frozen.
+
+    frozen: `sequence_losses` of the frozen backbone, where they are known.
+    """
+    return reference_metrics(model, draws, context_free(train_ids, tokenizer), frozen)
 
 
-def reference_metrics(model, draws, predictors):
+def reference_metrics(model, draws, predictors, frozen=None):
     """`reference_rows` from what `context_free` returned."""
+    if frozen is None:
+        frozen = sequence_losses(model, None, draws)
     found = {}
     for name, log_probs in predictors.items():
         found[name] = metrics(table_losses(log_probs, draws), draws)
-    found["frozen"] = metrics(sequence_losses(model, None, draws), draws)
+    found["frozen"] = metrics(frozen, draws)
     return found
 
 

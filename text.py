@@ -31,12 +31,11 @@ from pathlib import Path
 
 import numpy as np
 
-from common import SOURCE, UserError, progress
+from common import SOURCE, SURROGATE, UserError, progress
 
 EMBEDDED = SOURCE / "assets" / "tinyshakespeare.txt"  # what "embedded" names
 LONGEST = 1 << 20                                  # characters of a .txt document
 TEXT = re.compile(r"\.(txt|jsonl)(\.gz|\.zst)?$")  # the files we read
-SURROGATE = re.compile("[\ud800-\udfff]")          # in a str: a byte that was not UTF-8
 HUB_SECONDS = 5                                    # to wait for the hub's first answer
 
 BERT = "google-bert/bert-base-uncased"

@@ -420,7 +420,8 @@ def run(cfg, device, backbone=None):
               "valid": valid.fingerprint}
     spread = {"start": modulation_spread(denoiser.adapter)}
     start, rows = begin(cfg, folder, inputs, env, denoiser, optimizer, device)
-    references = reference_rows(denoiser.backbone, draws, train.ids, tokenizer)
+    frozen = sequence_losses(denoiser.backbone, None, draws)
+    references = reference_rows(denoiser.backbone, draws, train.ids, tokenizer, frozen)
     common.log(f"\nbefore, in nats:\n\n{format_table(references)}\n")
 
     journal = Journal(cfg, folder, denoiser, optimizer, few, start, rows)
@@ -436,7 +437,7 @@ def run(cfg, device, backbone=None):
     if journal.main_rank:
         save_adapter(folder / "adapter.safetensors", adapter, step=done, weights=cfg.weights,
                      vocab=tokenizer.fingerprint, modulate=cfg.modulate)
-    found = compare(denoiser.backbone, adapter, draws, cfg.modulate, cfg.seed)
+    found = compare(denoiser.backbone, adapter, draws, cfg.modulate, cfg.seed, frozen)
     spread["end"] = modulation_spread(adapter)
     result = {"step": done, "tokens": done * cfg.global_batch * cfg.seqlen,
               "seconds": time.time() - env["began"], "spread": spread,
