@@ -5,7 +5,8 @@ Run:      python -m experiments.pretrain      (a tiny model on the embedded corp
           python -m experiments.publish runs/pretrain_small --name small
 Last line: "held-out: N.NN nats per masked byte (trigram N.NN); weights: runs/..."
 
-Symbols:  mask_rate   share of the bytes that become [MASK]; 0.3 as for the released backbone
+Symbols:  mask_rate   share of the bytes that become [MASK]; 0.3 as for the released backbone, or
+                      with --uniform-t another share for each window, as in masked diffusion
           trigram     p(x_i | x_{i-1}, x_{i+1}) counted on the training text, the yardstick
 Differs from the paper: the released Hydra-BERT has 112 M parameters and WordPiece tokens, and was
           pretrained on C4 at length 128. Here 1 M parameters read bytes at length 256, and every
@@ -42,6 +43,7 @@ class Config:
     batch: int = 8                              # sequences per step
     seqlen: int = 256                           # bytes
     mask_rate: float = 0.3
+    uniform_t: bool = False                     # train at t ~ U(0, 1), score at mask_rate
     lr: float = 2e-3                            # peak; linear warm-up over 5 %, cosine to 2 %
     weight_decay: float = 0.01                  # of matrices, not of norms, biases or A_log
     d_model: int = 64
@@ -222,8 +224,9 @@ def run(cfg, folder):
     inputs = {"data": corpus.fingerprint, **fingerprints}
     goes_on = open_run(folder, cfg, inputs, env, FREE)
     windows = Windows(corpus, cfg.seqlen, tokenizer.pad_id)
+    lowest, highest = (1e-3, 1.0) if cfg.uniform_t else (cfg.mask_rate, cfg.mask_rate)
     dataset = DiffusionDataset(windows, tokenizer, cfg.batch, cfg.steps, cfg.seed,
-                               t_min=cfg.mask_rate, t_max=cfg.mask_rate)
+                               t_min=lowest, t_max=highest)
     common.log(f"{corpus.n_docs:,} documents, {corpus.n_bytes:,} bytes; "
                f"{cfg.steps * cfg.batch * cfg.seqlen / len(corpus.ids):.2f} epochs")
 
