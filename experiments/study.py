@@ -36,6 +36,7 @@ from experiments.study_figures import draw_ablations, draw_comparisons
 from experiments.study_tables import finished_tables
 from experiments.study_train import (backbone_of, make_denoiser, settings_of, texts_of,
                                      train_denoiser, trained_size, training_text)
+from experiments.study_worth import worth_tables
 from mark_adapters import modulation_spread
 
 
@@ -193,7 +194,7 @@ def main(cfg):
         run_groups(cfg, env)
 
     results = read_results()
-    tables = finished_tables(results)
+    tables = finished_tables(results) | worth_tables(results)
     if not tables:
         common.log("no group of cells is complete: see --run")
     for title, table in tables.items():
