@@ -468,7 +468,7 @@ def result_folder(script, paths):
 
 
 RUN_FILES = ("metrics.jsonl", "last.pt", "adapter.safetensors", "backbone.safetensors",
-             "result.json", "*.png")
+             "result.json", "*.png", "events.out.tfevents.*")
 
 
 def run_folder(name):

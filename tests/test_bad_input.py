@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from helpers import ROOT
+from helpers import ROOT, SCRIPTS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import command
@@ -31,10 +31,6 @@ from hydra_ssm import HydraBert
 from mark_adapters import make_adapter
 from text import ByteTokenizer, WordPiece, read_documents
 
-SCRIPTS = []  # by the name they are run as
-for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("experiments/*.py")]):
-    if "\nif __name__" in path.read_text("utf-8"):
-        SCRIPTS.append(".".join(path.relative_to(ROOT).with_suffix("").parts))
 KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
