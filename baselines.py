@@ -1,21 +1,26 @@
-"""The conditioning that MaRK is compared with: input injection, AdaLN-Zero and LoRA (4.4, Table 3).
+"""What MaRK is compared with: input injection, AdaLN-Zero, LoRA, a static operator (4.4, Table 3).
 
 Run:      not a script; `torchrun train.py --kernel lora` trains one.
 
-None of them changes the recurrence. They act around the mixers of the same frozen backbone, from
-outside, and the residual path is theirs to leave alone (h is what enters a layer):
+Injection, AdaLN and LoRA leave the recurrence alone. They act around the mixers of the same frozen
+backbone, from outside, and the residual path is theirs to leave alone (h is what enters a layer).
+The static operator changes what the geometries change, but knows no t:
 
-    inject   mixer(h + W c_t)
-    adaln    (1 + gate) mixer((1 + scale) h + shift), from one linear map of SiLU(c_t)
-    lora     in_proj(u) + up down u, and so for out_proj; the same at every t
-    lora+K   LoRA together with the geometry K: lora+hypernet, lora+chebyshev, lora+dct
-    none     the backbone as it is
+    inject    mixer(h + W c_t)
+    adaln     (1 + gate) mixer((1 + scale) h + shift), from one linear map of SiLU(c_t)
+    lora      in_proj(u) + up down u, and so for out_proj; the same at every t
+    static    the shifts and scales of eq. 3 and 4 as plain numbers, without a bound; the same at
+              every t
+    lora+K, static+K    LoRA, or a static operator, and on top of it the geometry K: hypernet,
+              chebyshev or dct
+    none      the backbone as it is
 
 Importing this file adds these names to mark_adapters.KERNELS.
 
 Symbols:  c     c_t              (b, 128)     section 2
           W     what is trained  (y, i, o)    y layer, b batch, d model, r rank
           down, up               LoRA's two factors of in_proj and of out_proj
+          rate  static_rate      the static operator's learning rate over the geometries'
 Differs from the paper: it compares with injection and AdaLN alone. All start as the identity here.
 """
 import contextlib
@@ -26,7 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from hydra_ssm import Modulation
+from hydra_ssm import FIELDS, Modulation
 from mark_adapters import (C_DIM, GEOMETRIES, KERNELS, Conditioned, Hypernet, StackedLinear,
                            adapter_size)
 
@@ -147,12 +152,38 @@ def matched_lora_rank(config, cfg):
     return max(1, round(target / (config.n_layer * per_rank)))
 
 
-class LoRAWith(nn.Module):
-    """LoRA and a geometry at once: one adapts the projections, the other the recurrence to t."""
+class Static(nn.Module):
+    """The modulated parameters trained directly: per head a shift of A_log, dt_bias and D, per
+    state a scale and a shift of B and of C. No network, no bound, no t. It starts as the identity.
+
+    What AdamW moves by --lr in a step moves the parameter by `rate` times as much: plain numbers
+    need a higher rate than a network does.
+    """
+
+    def __init__(self, config, cfg):
+        super().__init__()
+        self.rate = cfg.static_rate
+        states = config.ngroups * config.d_state
+        for name in FIELDS["A"] + FIELDS["dt"] + FIELDS["D"]:
+            setattr(self, name, nn.Parameter(torch.zeros(config.n_layer, 1, config.nheads)))
+        for name in FIELDS["BC"]:
+            setattr(self, name, nn.Parameter(torch.zeros(config.n_layer, 1, states)))
+
+    def forward(self, t=None):
+        b = len(t) if isinstance(t, torch.Tensor) else 1
+        changes = {}
+        for name, parameter in self.named_parameters():
+            changes[name] = self.rate * parameter.expand(-1, b, -1)    # y b h, or y b gn
+        changes["B_scale"] = 1 + changes["B_scale"]
+        changes["C_scale"] = 1 + changes["C_scale"]
+        return Modulation(**changes)
+
+
+class Upon(nn.Module):
+    """A geometry on top of a backbone that something without t adapts at the same time."""
 
     def __init__(self, geometry, config, cfg):
         super().__init__()
-        self.lora = LoRA(config, cfg)
         self.geometry = KERNELS[geometry](config, cfg)
 
     @property
@@ -162,8 +193,35 @@ class LoRAWith(nn.Module):
     def hidden(self, t):
         return self.geometry.hidden(t)
 
+
+class LoRAWith(Upon):
+    """LoRA adapts the projections, a geometry the recurrence to t."""
+
+    def __init__(self, geometry, config, cfg):
+        super().__init__(geometry, config, cfg)
+        self.lora = LoRA(config, cfg)
+
     def forward(self, t):
         return dataclasses.replace(self.lora(), **vars(self.geometry(t)))
+
+
+class StaticWith(Upon):
+    """A geometry that modulates, within its bounds, what a static operator has made of the frozen
+    one. The certificate is then that of the backbone whose A_log is shifted by static.A.
+    """
+
+    def __init__(self, geometry, config, cfg):
+        super().__init__(geometry, config, cfg)
+        self.static = Static(config, cfg)
+
+    def forward(self, t):
+        base = self.static()                                           # y 1 h, y 1 gn
+        m = self.geometry(t)                                           # y b h, y b gn
+        return Modulation(A=base.A + m.A, dt=base.dt + m.dt, D=base.D + m.D,
+                          B_scale=m.B_scale * base.B_scale,
+                          B_shift=m.B_scale * base.B_shift + m.B_shift,
+                          C_scale=m.C_scale * base.C_scale,
+                          C_shift=m.C_scale * base.C_shift + m.C_shift)
 
 
 class Frozen(nn.Module):
@@ -176,6 +234,7 @@ class Frozen(nn.Module):
         return Modulation()
 
 
-KERNELS.update(inject=Inject, adaln=AdaLN, lora=LoRA, none=Frozen)
+KERNELS.update(inject=Inject, adaln=AdaLN, lora=LoRA, static=Static, none=Frozen)
 for name in GEOMETRIES:
     KERNELS[f"lora+{name}"] = functools.partial(LoRAWith, name)
+    KERNELS[f"static+{name}"] = functools.partial(StaticWith, name)

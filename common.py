@@ -168,9 +168,13 @@ def plain(value):
     return readable(str(value))
 
 
+NUMBERS = re.compile(r"\[\n(?:[-+.\deE,\s]|null)*\]")  # an indented list of numbers, as JSON
+
+
 def write_json(path, data):
-    """Write `data` as indented JSON, atomically."""
+    """Write `data` as indented JSON, atomically; a list of numbers stands on one line."""
     text = json.dumps(plain(data), indent=1, ensure_ascii=False) + "\n"
+    text = NUMBERS.sub(lambda found: " ".join(found.group().split()), text)
     with atomic_path(path) as temporary:
         temporary.write_text(text, "utf-8")
 

@@ -39,6 +39,7 @@ from checkpoint import check_vocabulary, load_adapters, load_backbone, result_fo
 from data import (Corpus, Windows, held_out_split, load_corpus, maskable_tokens, named_sources,
                   noise_generator)
 from hydra_ssm import MODES
+from mark_adapters import reads_t
 from text import make_tokenizer
 
 BINS = 10  # of t, for the cross-entropy per masked token
@@ -346,7 +347,7 @@ def compare(model, adapter, draws, modulate="full", seed=42, frozen=None):
     gap = elbo_difference(wrong, own, draws, student=False)
     return {
         "windows": draws.distinct,
-        "reads_t": hasattr(adapter, "timestep"),
+        "reads_t": reads_t(adapter),
         "frozen": metrics(frozen, draws),
         "adapter": {**metrics(own, draws), "gap": gap.mean, "gap_error": gap.half},
         "wrong_t": metrics(wrong, draws),

@@ -58,7 +58,9 @@ class AdapterConfig:
     mlp_norm: bool = True         # RMS normalisation (no parameters) after every SiLU
     bounded_shifts: bool = True   # False (hypernet only, 3.4): B and C shifts without the tanh
     t_scale: float = 1000.0       # the fastest sinusoid of c_t is sin(t_scale t)
+    blind: bool = False           # a control: trained and used as if t were 0.5 at all times
     lora_rank: int | None = None  # LoRA; None: the rank whose size is nearest to the hypernet's
+    static_rate: float = 10.0     # static operator: its learning rate, in units of --lr
 
 
 # ---- the maths -----------------------------------------------------------------------------------
@@ -123,8 +125,9 @@ class StackedLinear(nn.Module):
 class TimestepEmbedding(nn.Module):
     """c_t of section 2: DDPM/DiT sinusoid of 1000 t, Linear, SiLU, Linear. (b,) -> (b, 128)."""
 
-    def __init__(self, init="keep", t_scale=1000.0):
+    def __init__(self, init="keep", t_scale=1000.0, blind=False):
         super().__init__()
+        self.blind = blind
         self.lower = nn.Linear(C_DIM, C_DIM)
         self.upper = nn.Linear(C_DIM, C_DIM)
         if init == "keep":
@@ -135,6 +138,8 @@ class TimestepEmbedding(nn.Module):
         self.register_buffer("angular", t_scale * frequency, persistent=False)
 
     def forward(self, t):
+        if self.blind:
+            t = torch.full_like(t, 0.5)
         angle = t[:, None] * self.angular                              # b 64
         wave = torch.cat([angle.sin(), angle.cos()], -1)               # b 128
         return self.upper(F.silu(self.lower(wave)))                    # b 128
@@ -145,7 +150,7 @@ class Conditioned(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.timestep = TimestepEmbedding(cfg.init, cfg.t_scale)
+        self.timestep = TimestepEmbedding(cfg.init, cfg.t_scale, cfg.blind)
 
     def condition(self, t):
         """t (b,) in [0, 1] or a ready c_t (b, 128) -> c_t (b, 128) in the adapter's own dtype.
@@ -370,13 +375,18 @@ def adapter_size(adapter):
     return sum(p.numel() for name, p in adapter.named_parameters() if "timestep" not in name)
 
 
+def reads_t(adapter):
+    """Whether an adapter reads t at all: LoRA does not, nor does a blind one."""
+    return hasattr(adapter, "timestep") and not adapter.timestep.blind
+
+
 @torch.no_grad()
 def modulation_spread(adapter, n=65):
     """How much each modulation, by its name, and h, as "hidden", depend on t: the standard
     deviation over n even t in [0, 1], averaged over layers and outputs; "mean" is the modulations'
     average. A saturated adapter has a large "hidden" and a small "mean". Empty if t is not read.
     """
-    if not hasattr(adapter, "timestep"):
+    if not reads_t(adapter):
         return {}
     t = torch.linspace(0, 1, n, device=adapter.timestep.angular.device)
     spread = {}

@@ -44,7 +44,7 @@ from checkpoint import check_vocabulary, load_adapters, load_backbone, result_fo
 from chunk_scan import A_MIN
 from data import Windows, held_out_split, load_corpus, maskable_tokens, noise_generator
 from hydra_ssm import Modulation
-from mark_adapters import MAGNITUDES, MarkAdapter
+from mark_adapters import MAGNITUDES
 from text import make_tokenizer
 
 TIMES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of Figure 3
@@ -222,8 +222,9 @@ def memory_ratios(model, adapter, draws, modulate="full", times=(0.0, 0.5, 1.0),
     """{t: profile h_k of the operators at t over the frozen one's, a list over LAGS}, on masked
     windows of evaluate.py's Draws. Empty for an adapter that leaves the recurrence alone.
     """
-    adapter = getattr(adapter, "geometry", adapter)  # of LoRA with a geometry
-    if not isinstance(adapter, MarkAdapter):
+    if hasattr(adapter, "lora"):  # with a geometry: the operators are the geometry's
+        adapter = getattr(adapter, "geometry", adapter)
+    if adapter(0.5).A is None:
         return {}
     device = model.word_embeddings.weight.device
     x_t = draws.x_t[:windows].to(device)                                  # b l

@@ -54,8 +54,9 @@ class Config(AdapterConfig):
     From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings.
     """
     MAY_BE_ZERO: ClassVar = ("warmup", "eval_every")
-    # hypernet, chebyshev, dct (geometries), inject, adaln, lora (baselines), lora+hypernet,
-    # lora+chebyshev, lora+dct, or what --plugin adds
+    # hypernet, chebyshev, dct (geometries), inject, adaln, lora, static (baselines), a geometry on
+    # top of one (lora+hypernet, lora+chebyshev, lora+dct, static+hypernet, static+chebyshev,
+    # static+dct), or what --plugin adds
     kernel: str = "chebyshev"
     plugin: str = ""                # Python file of your own, run first; it adds geometries
     preset: Literal["demo", "shipped", "paper"] = "demo"  # shipped: the adapters in assets/

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import common
 from experiments import report_cost, report_operators, report_study
 from experiments.report_pieces import link, load_result, lowest_to_highest
-from experiments.study import TRAINING
+from experiments.study_train import TRAINING
 from experiments.study_cells import DEFAULT_START, INTACT, SLICED, read_results, trained_seeds
 from experiments.study_tables import HOWS
 from mark_adapters import GEOMETRIES

@@ -10,7 +10,7 @@ import statistics
 
 import common
 from evaluate import CONTROLS
-from experiments import study
+from experiments import study, study_train
 from experiments.report_pieces import (Section, anchor, command, listed, load_result,
                                        lowest_to_highest, origin, picture, titled, wrapped)
 from experiments.study_cells import (CONDITIONERS, DEFAULT_START, FIRST, INTACT, RESTARTED, SLICED,
@@ -131,7 +131,7 @@ def counted(source, trainings):
     """n of a table of the study. trainings: how often each row was trained."""
     settings = source.settings
     budget = (f"each training is {settings['steps']} steps of "
-              f"{study.TRAINING['global_batch']} windows of {settings['seqlen']} bytes")
+              f"{study_train.TRAINING['global_batch']} windows of {settings['seqlen']} bytes")
     return (f"{trainings}; {budget}; scored on {settings['seeds']} evaluation seeds of "
             f"{settings['windows']} windows of each text, the same for all rows. ± is Student's "
             "95 %, without a correction for the number of comparisons.")

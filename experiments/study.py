@@ -25,20 +25,18 @@ import time
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
 import common
-import train
-from checkpoint import load_adapter, load_backbone
-from data import held_out_split, load_corpus, named_sources
-from evaluate import HeldOut, score_adapter_rows, score_references
-from experiments.study_cells import (CHOOSING, GROUPS, CellResult, finished, read_results,
-                                     save_cell)
+from checkpoint import lock, unlock
+from data import load_corpus, named_sources
+from evaluate import score_adapter_rows, score_references
+from experiments.study_cells import (CHOOSING, FIRST, GROUPS, OWN, TRAINING_SEEDS, CellResult,
+                                     finished, read_results, save_cell)
 from experiments.study_figures import draw_ablations, draw_comparisons
 from experiments.study_tables import finished_tables
-from hydra_ssm import HydraBert
-from mark_adapters import adapter_size
-from text import make_tokenizer
+from experiments.study_train import (backbone_of, make_denoiser, settings_of, texts_of,
+                                     train_denoiser, trained_size, training_text)
+from mark_adapters import modulation_spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,50 +49,14 @@ class Config:
     seqlen: int = 128             # tokens of a window
     windows: int = 40             # of each test text, per evaluation seed
     seeds: int = 5                # evaluation seeds
+    backbones: tuple[str, ...] = ()  # NAME=PATH of mask15 and uniform, for the group pretraining
+    kernels: tuple[str, ...] = ()  # run cells of these alone
+    trainings: int = 5            # training seeds of a cell's kind, in the groups about t
     hours: float = 24.0           # start no cell after this time
     dirty: bool = False           # write results of uncommitted code
 
 
-TRAINING = dict(global_batch=16, micro_batch=16, warmup=20, mlp_dim=64)  # of every cell
-
-
 # ---- one cell ------------------------------------------------------------------------------------
-
-
-def sliced_backbone(model):
-    """For this comparison alone, and NOT a way to load weights: half of the model, misread.
-
-    The paper's public code (github.com/ibitec7/mark) reads the released 24 heads of 64 as 12 of
-    128: A_log, D, dt_bias and fc_D lose their second half, and in_proj its last rows, so that half
-    of the forward Delta is taken for the backward one. Its head has SiLU where the weights were
-    trained with gelu.
-    """
-    config = dataclasses.replace(model.config, headdim=2 * model.config.headdim, weights="")
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith(("A_log", "mixer.D", "dt_bias", "fc_D.weight")):
-            tensor = tensor[:config.nheads]
-        if name.endswith("in_proj.weight"):
-            tensor = tensor[:config.d_in_proj]
-        state[name] = tensor
-    with torch.device("meta"):
-        sliced = HydraBert(config)
-    sliced.load_state_dict(state, assign=True)
-
-    def head(hidden):
-        h = sliced.head_norm(F.silu(sliced.head_dense(hidden)))
-        return F.linear(h, sliced.word_embeddings.weight, sliced.decoder_bias)
-
-    sliced.head = head
-    return sliced.requires_grad_(False).eval()
-
-
-def backbone_of(cell):
-    """The frozen backbone of a cell."""
-    model = load_backbone("small")
-    if cell.sliced:
-        return sliced_backbone(model)
-    return model
 
 
 @torch.no_grad()
@@ -113,64 +75,94 @@ def roughness(adapter, points=4097):
     return found
 
 
-def train_cell(cell, cfg, model):
-    """Train the adapter of a cell on `model`: (adapter, its spread over t). Its log is a file."""
-    name = f"study_{cell.name}"
-    settings = train.Config(kernel=cell.kernel, name=name, data=cfg.train, seqlen=cfg.seqlen,
-                            steps=cfg.steps, eval_every=0, eval_windows=20, save_every=10**9,
-                            overwrite=True, device="cpu", **TRAINING, **cell.settings())
-    runs = common.ROOT / "runs"
-    runs.mkdir(exist_ok=True)
-    with open(runs / f"{name}.log", "w", encoding="utf-8") as log:
-        with contextlib.redirect_stdout(log):
-            done = train.main(settings, model)
-    if "rows" not in done:
-        raise common.UserError(f"{name} was stopped; its cell will be run again from the start")
-    adapter, _ = load_adapter(runs / name, model.config)
-    return adapter, done["spread"]
-
-
 def run_cell(cell, cfg, held_out):
     """Train a cell and score it: its CellResult."""
-    model = backbone_of(cell)
+    backbone = backbone_of(cell, cfg)
     if cell.kernel == "none":
-        train_ids = load_corpus(cfg.train, held_out.tokenizer, "train").ids
-        return CellResult(score_references(model, held_out, train_ids))
+        train_ids = load_corpus(training_text(cell, cfg), held_out.tokenizer, "train").ids
+        return CellResult(score_references(backbone, held_out, train_ids))
+    settings = settings_of(cell, cfg)
+    denoiser = make_denoiser(cell, settings, backbone)
+    adapter = denoiser.adapter
+    size = trained_size(denoiser)
+    spread = {"start": modulation_spread(adapter)}
     began = time.time()
-    adapter, spread = train_cell(cell, cfg, model)
+    train_denoiser(cell, cfg, settings, denoiser)
     trained = time.time()
-    scores = score_adapter_rows(model, adapter, cell.rows(), held_out)
+    spread["end"] = modulation_spread(adapter)
+    scores = score_cell(cell, denoiser.backbone, adapter, held_out)
     seconds = (trained - began, time.time() - trained)
-    return CellResult(scores, adapter_size(adapter), spread, roughness(adapter), seconds)
+    return CellResult(scores, size, spread, roughness(adapter), seconds)
+
+
+def score_cell(cell, backbone, adapter, held_out):
+    """The scores of a cell. In the worlds of a new text its controls are scored on that alone."""
+    if cell.world == "near":
+        return score_adapter_rows(backbone, adapter, cell.rows(), held_out)
+    scores = score_adapter_rows(backbone, adapter, [cell.row()], held_out)
+    controls = [row for row in cell.rows() if row != cell.row()]
+    if controls and cell.seed == FIRST:
+        own = dataclasses.replace(held_out, corpora={OWN: held_out.corpora[OWN]})
+        scores[OWN] |= score_adapter_rows(backbone, adapter, controls, own)[OWN]
+    return scores
 
 
 # ---- many cells ----------------------------------------------------------------------------------
 
 
-def texts_to_score(cfg):
-    """The HeldOut of a Config: the test texts, and the held-out part of the training text."""
-    tokenizer = make_tokenizer("bytes")
-    corpora = {CHOOSING: load_corpus(cfg.train, tokenizer, "valid")}
-    for name, sources in named_sources(cfg.test).items():
-        corpora[name] = load_corpus(sources, tokenizer, held_out_split(sources, cfg.train))
-    return HeldOut(corpora, tokenizer, cfg.seqlen, cfg.windows, common.SEEDS[:cfg.seeds])
+def cells_left(group, results, cfg):
+    """The cells of a group that have no result, as far as they are known by now."""
+    left = []
+    for cell in GROUPS[group](results):
+        wanted = not cfg.kernels or cell.kernel in (*cfg.kernels, "none")
+        if wanted and cell not in results and cell.seed <= TRAINING_SEEDS[cfg.trainings - 1]:
+            left.append(cell)
+    return left
+
+
+@contextlib.contextmanager
+def claimed(cell):
+    """Whether this process may run a cell: another that is at it keeps it until its end."""
+    folder = common.ROOT / "runs" / "study" / cell.name
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock(folder)
+    except common.UserError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        unlock(folder)
 
 
 def run_groups(cfg, env):
-    """Run every cell of the groups of `cfg` that has no result yet."""
-    results = read_results(cfg)
-    held_out = texts_to_score(cfg)
+    """Run every cell of the groups of `cfg` that has no result yet. Several processes share them."""
+    texts = {}  # {world: its HeldOut}
     began = time.time()
     for group in cfg.run:
-        left = [cell for cell in GROUPS[group](results) if cell not in results]
-        common.log(f"{group}: {len(left)} cells to run, about {minutes(left, results):.0f} minutes")
-        for cell in common.progress(left, desc=group):
-            if time.time() - began > 3600 * cfg.hours:
-                return
-            cell_began = time.time()
-            results[cell] = run_cell(cell, cfg, held_out)
-            save_cell(cell, results[cell], cfg, {**env, "began": cell_began})
-            common.log(f"{time.strftime('%H:%M')} {cell.name}")
+        busy = set()  # cells of other processes
+        while time.time() - began < 3600 * cfg.hours:
+            results = read_results(cfg)
+            left = [cell for cell in cells_left(group, results, cfg) if cell not in busy]
+            if not left:
+                break
+            common.log(f"{time.strftime('%H:%M')} {group}: {left[0].name}; {len(left)} cells are "
+                       f"known to be left, {minutes(left, results):.0f} minutes")
+            with claimed(left[0]) as mine:
+                if not mine:
+                    busy.add(left[0])
+                elif left[0] not in read_results(cfg):  # or another has finished it just now
+                    run_and_save(left[0], cfg, env, texts)
+
+
+def run_and_save(cell, cfg, env, texts):
+    """One cell, from its training to its file."""
+    if cell.world not in texts:
+        texts[cell.world] = texts_of(cell.world, cfg)
+    began = time.time()
+    result = run_cell(cell, cfg, texts[cell.world])
+    save_cell(cell, result, cfg, {**env, "began": began})
 
 
 def minutes(cells, results):

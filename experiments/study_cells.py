@@ -17,14 +17,29 @@ is for people. The groups:
     sliced   the conditioners on the backbone as the paper's public code loads it
     sweep    rank, degree, frequencies, CART p and bounds, one at a time
 
-All but `rates` use the rate that was best on the intact backbone.
+All of these are trained on the backbone's own kind of text, with masks, and all but `rates` use the
+rate that was best there of three. The groups that ask what t is worth, each in worlds of its own:
+
+    new      Shakespeare, which the backbone has not seen
+    bytes    the same text, but bytes become random bytes instead of [MASK]
+    near     novels and abstracts, as above
+    pretraining  the text of `new` on two backbones that were pretrained otherwise
+
+There every conditioner is trained at rates a factor of 2 apart until the best does not lie at an
+edge, and then with more seeds. A twin that is blind (told t = 0.5 at all times) has the rate that
+is best for the one that is told t, which favours t; lora+K and static+K have that of
+lora+chebyshev and static+chebyshev, finetune+K that of finetune; `pretraining` has those of `new`.
 
 Symbols:  results  {Cell: CellResult} of the cells that are finished
+          world    a text, a kind of noise and a backbone
+          kind     a Cell without a rate and a seed: a conditioner in a world
           scores   {text: {Row: {metric: [one value per evaluation seed]}}}, see evaluate.py
 Differs from the paper: it has none of this (A.4, A.5), except Table 2 by masking.
 """
 import dataclasses
+import functools
 import statistics
+from typing import Literal, NamedTuple
 
 import common
 from evaluate import FROZEN, REFERENCES, Row, adapter_rows, by_label
@@ -52,6 +67,24 @@ SWEEP = (                       # one setting at a time
     ("hypernet", {"bounded_shifts": False}),
 )
 CHOOSING = "valid"              # the text, held out of the training text, that rates are chosen on
+OWN = "own"                     # the other half of it, where it is reported on too
+
+
+class World(NamedTuple):
+    """What cells are trained and scored on."""
+    text: Literal["near", "new"] = "new"   # novels and abstracts, or Shakespeare
+    noise: Literal["masks", "random bytes"] = "masks"
+    backbone: str = "small"                # the shipped one, or a name of --backbones
+    others: bool = True                    # scored on the test texts as well
+
+
+WORLDS = {
+    "near": World(text="near"),
+    "new": World(),
+    "bytes": World(noise="random bytes", others=False),
+    "mask15": World(backbone="mask15", others=False),
+    "uniform": World(backbone="uniform", others=False),
+}
 
 
 # ---- a cell --------------------------------------------------------------------------------------
@@ -64,11 +97,13 @@ class Cell:
     lr: float = 0.0       # the peak rate
     seed: int = 0         # of the training
     changed: tuple = ()   # ((name, value), ...), sorted: further settings of train.Config
-    sliced: bool = False  # on study.sliced_backbone
+    sliced: bool = False  # on study_train.sliced_backbone
+    world: str = "near"   # of WORLDS
 
     def but(self, **settings):
-        """The same cell with these settings of train.Config changed."""
+        """The same cell with these settings of train.Config changed; None takes one away."""
         together = {**dict(self.changed), **settings}
+        together = {name: value for name, value in together.items() if value is not None}
         return dataclasses.replace(self, changed=tuple(sorted(together.items())))
 
     def unchanged(self):
@@ -92,10 +127,20 @@ class Cell:
             return FROZEN
         return Row("", told, modulate or self.modulate)
 
+    @property
+    def blind(self):
+        """Whether its adapter is told t = 0.5 at all times."""
+        return dict(self.changed).get("blind", False)
+
     def rows(self):
         """The Rows it is scored on."""
         if self.kernel == "none":
             return list(REFERENCES)
+        knows_t = self.kernel not in ("static", "finetune") and not self.blind
+        if self.kernel == "lora" and self.world != "near":  # where older files have its controls
+            knows_t = False
+        if not knows_t:
+            return [self.row()]  # no t could be wrong
         modes = [self.modulate]
         if self == Cell(self.kernel, self.lr, ABLATED) and self.kernel in GEOMETRIES:
             modes += ABLATIONS  # Table 2 by masking
@@ -105,6 +150,8 @@ class Cell:
     def name(self):
         """Of its file and its run folder; nothing reads it back."""
         parts = [self.kernel]
+        if self.world != "near":
+            parts.insert(0, self.world)
         if self.sliced:
             parts.append("sliced")
         for setting, value in sorted(self.settings().items()):
@@ -202,6 +249,117 @@ def sweep_cells(results):
     return [best_cell(kernel, results).but(**setting) for kernel, setting in SWEEP]
 
 
+# ---- the groups that ask what t is worth ---------------------------------------------------------
+
+
+BLIND = {"blind": True}
+START_RATES = {  # the middle of the first three rates: what trials found, in `new` and `bytes`
+    "hypernet": 4e-3, "chebyshev": 4e-3, "dct": 4e-3, "static": 4e-3, "static+chebyshev": 4e-3,
+    "inject": 2e-3, "adaln": 2e-3, "lora": 4e-3, "lora+chebyshev": 4e-3, "finetune": 1e-3,
+}
+NEAR_RATES = {"hypernet": 2e-3, "chebyshev": 2e-3, "dct": 2e-3, "static": 1e-3,
+              "static+chebyshev": 1e-3, "inject": 1e-3, "adaln": 1e-3, "lora": 2e-3,
+              "lora+chebyshev": 2e-3, "finetune": 5e-4}
+
+
+def kinds_of(world):
+    """The conditioners of a world, what decides first."""
+    def kind(kernel, **settings):
+        return Cell(kernel, world=world).but(**settings)
+
+    kinds = [kind("chebyshev"), kind("chebyshev", **BLIND), kind("lora"), kind("finetune")]
+    if WORLDS[world].backbone != "small":
+        return kinds
+    kinds += [kind("static"), kind("lora+chebyshev"), kind("lora+chebyshev", **BLIND),
+              kind("adaln", **DEFAULT_START)]
+    if world == "bytes":
+        kinds += [kind("adaln", **DEFAULT_START, **BLIND), kind("finetune+chebyshev"),
+                  kind("finetune+chebyshev", **BLIND)]
+    else:
+        kinds += [kind("static+chebyshev"), kind("inject", **DEFAULT_START)]
+    for kernel in ("hypernet", "dct"):
+        kinds += [kind(kernel), kind(kernel, **BLIND)]
+        kinds += [kind(f"lora+{kernel}"), kind(f"lora+{kernel}", **BLIND)]
+        if world != "bytes":
+            kinds.append(kind(f"static+{kernel}"))
+    return kinds
+
+
+def tuned_as(kind):
+    """The kind whose best rate a kind is trained at: often itself."""
+    base, plus, _ = kind.kernel.partition("+")
+    kernel = kind.kernel
+    if base == "finetune":
+        kernel = "finetune"
+    elif plus:
+        kernel = f"{base}+chebyshev"
+    world = kind.world if WORLDS[kind.world].backbone == "small" else "new"
+    return dataclasses.replace(kind, kernel=kernel, world=world).but(blind=None)
+
+
+def at(kind, lr, seed):
+    """The Cell of a kind."""
+    return dataclasses.replace(kind, lr=lr, seed=seed)
+
+
+def rates_tried(kind, results):
+    """({rate: ELBO on the text for choosing, None where it is not known yet}, whether the best of
+    them is settled: no edge, all known). The next rates to run are among them.
+    """
+    starts = NEAR_RATES if kind.world == "near" else START_RATES
+    middle = starts[kind.kernel]
+    rates = [middle / 2, middle, 2 * middle]
+    while True:
+        found = {}
+        for lr in rates:
+            cell = at(kind, lr, FIRST)
+            found[lr] = None
+            if cell in results:
+                found[lr] = statistics.fmean(results[cell].scores[CHOOSING][cell.row()]["elbo"])
+        if None in found.values():
+            return found, False
+        best = min(found, key=found.get)
+        if best not in (rates[0], rates[-1]):
+            return found, True
+        rates = [best / 2, *rates] if best == rates[0] else [*rates, 2 * best]
+
+
+def settled_rate(kind, results):
+    """The best rate of a kind; None where it is not settled."""
+    found, settled = rates_tried(tuned_as(kind), results)
+    return min(found, key=found.get) if settled else None
+
+
+def worth_cells(world, results, trainings=len(TRAINING_SEEDS)):
+    """The Cells of a world that are known by now, in the order in which they run. As rates are
+    settled there are more.
+    """
+    cells = [Cell("none", world=world)]
+    later = []
+    for kind in kinds_of(world):
+        tuned = tuned_as(kind)
+        if tuned == kind:
+            cells += [at(kind, lr, FIRST) for lr in rates_tried(kind, results)[0]]
+        rate = settled_rate(kind, results)
+        if rate is not None:
+            later += [at(kind, rate, seed) for seed in TRAINING_SEEDS[:trainings]]
+    return cells + sorted(later, key=lambda cell: cell.seed)
+
+
+def pretraining_cells(results):
+    cells = worth_cells("mask15", results, 3) + worth_cells("uniform", results, 3)
+    return sorted(cells, key=lambda cell: cell.seed)
+
+
+def seeds_of(kind, results):
+    """The finished Cells of a kind at its best rate, one per training seed."""
+    rate = settled_rate(kind, results)
+    if rate is None:
+        return []
+    cells = [at(kind, rate, seed) for seed in TRAINING_SEEDS]
+    return [cell for cell in cells if cell in results]
+
+
 GROUPS = {  # {name: results -> its Cells, in the order in which they run}
     "frozen": frozen_cells,
     "rates": rate_cells,
@@ -211,6 +369,10 @@ GROUPS = {  # {name: results -> its Cells, in the order in which they run}
     "hole": hole_cells,
     "sliced": sliced_cells,
     "sweep": sweep_cells,
+    "new": functools.partial(worth_cells, "new"),
+    "bytes": functools.partial(worth_cells, "bytes"),
+    "near": functools.partial(worth_cells, "near"),
+    "pretraining": pretraining_cells,
 }
 
 
@@ -247,7 +409,7 @@ def save_cell(cell, result, cfg, env):
     """Write a cell's file. env: what common.banner returned, began: when the cell did."""
     used = {text: used_metrics(cell, rows) for text, rows in result.scores.items()}
     metrics = {"kernel": cell.kernel, "settings": cell.settings(), "sliced": cell.sliced,
-               "size": result.size, "spread": result.spread, "roughness": result.roughness,
+               "world": cell.world, "size": result.size, "spread": result.spread, "roughness": result.roughness,
                "scores": by_label(used, cell.modulate), "seconds": result.seconds}
     common.save_result(results_folder() / f"{cell.name}.json", metrics, cfg, env)
 
@@ -292,13 +454,14 @@ def read_cell(path, metrics):
     if "kernel" not in metrics:  # older files of the two backbones hold their scores alone
         by_name = {cell.name: cell for cell in (INTACT, SLICED)}
         return by_name[path.stem]
+    world = metrics.get("world", "near")
     if metrics["kernel"] == "none":
-        return Cell("none", sliced=metrics["sliced"])
+        return Cell("none", sliced=metrics["sliced"], world=world)
     settings = {}
     for name, value in metrics["settings"].items():
         settings[name] = tuple(value) if isinstance(value, list) else value
     cell = Cell(metrics["kernel"], settings.pop("lr"), settings.pop("seed"),
-                sliced=metrics["sliced"])
+                sliced=metrics["sliced"], world=world)
     return cell.but(**settings)
 
 
@@ -306,6 +469,10 @@ def read_result(cell, metrics):
     """The CellResult of a file."""
     scores = {}
     for text, labelled in metrics["scores"].items():
-        scores[text] = {row: labelled[row.label(cell.modulate)] for row in cell.rows()}
+        scores[text] = {}
+        for row in cell.rows():
+            label = row.label(cell.modulate)
+            if label in labelled:  # controls are scored on the trained text alone
+                scores[text][row] = labelled[label]
     return CellResult(scores, metrics.get("size", 0), metrics.get("spread"),
                       metrics.get("roughness"), tuple(metrics.get("seconds", ())))

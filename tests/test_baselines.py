@@ -7,7 +7,8 @@ import torch
 
 from baselines import Conditioning
 from hydra_ssm import HydraBert, Modulation
-from mark_adapters import KERNELS, adapter_size, make_adapter, modulation_spread
+from mark_adapters import (KERNELS, adapter_size, make_adapter, modulation_spread,
+                           reads_t)
 
 CONFIG = tiny.CONFIG
 T = torch.tensor([0.1, 0.6, 1.0])
@@ -56,6 +57,50 @@ def test_lora_with_a_geometry_is_both_at_once(model, ids, geometry):
     assert adapter_size(both) == adapter_size(both.lora) + adapter_size(both.geometry)
     assert set(modulation_spread(both)) == set(modulation_spread(both.geometry))
     assert isinstance(both(T).keep("none"), Conditioning) and both(T).keep("none").A is None
+
+
+def test_a_static_operator_equals_edited_parameters(model, ids):
+    adapter = awake("static", static_rate=2.0)
+    assert adapter_size(adapter) == CONFIG.n_layer * (3 * CONFIG.nheads + 4 * CONFIG.d_state)
+    edited = HydraBert(CONFIG).double().requires_grad_(False)
+    edited.load_state_dict(model.state_dict())
+    for y, layer in enumerate(edited.layers):
+        layer.mixer.A_log += 2 * adapter.A[y, 0].detach()
+        layer.mixer.dt_bias += 2 * adapter.dt[y, 0].detach()
+        layer.mixer.D += 2 * adapter.D[y, 0].detach()
+    only = Modulation(**{name: value for name, value in vars(adapter(T)).items() if name[0] in "BC"})
+    want = edited(ids, only)
+    torch.testing.assert_close(model(ids, adapter(T)).detach(), want.detach(), rtol=0, atol=1e-11)
+    plain = edited(ids)
+    assert not torch.allclose(want, plain)  # its B and C do something too
+
+
+@pytest.mark.parametrize("geometry", ["hypernet", "chebyshev", "dct"])
+def test_a_geometry_modulates_what_the_static_operator_has_made(model, ids, geometry):
+    """B and C, in float64: first the static scale and shift, then the geometry's."""
+    both = awake(f"static+{geometry}")
+    base, m, joint = both.static(), both.geometry(T), both(T)
+    v = torch.randn(CONFIG.n_layer, 3, CONFIG.d_state, generator=torch.Generator().manual_seed(4))
+    v = v.double()
+    for name in "BC":
+        static = getattr(base, f"{name}_scale") * v + getattr(base, f"{name}_shift")
+        want = getattr(m, f"{name}_scale") * static + getattr(m, f"{name}_shift")
+        got = getattr(joint, f"{name}_scale") * v + getattr(joint, f"{name}_shift")
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    for name in ("A", "dt", "D"):
+        torch.testing.assert_close(getattr(joint, name), getattr(base, name) + getattr(m, name),
+                                   rtol=0, atol=1e-12)
+    beta_A = both.geometry.effective_magnitudes()[:, :1, None]
+    assert ((joint.A - base.A).abs() <= beta_A).all()  # around static.A, within the paper's bound
+
+
+@pytest.mark.parametrize("kernel", ["chebyshev", "adaln", "lora+dct", "static+hypernet"])
+def test_a_blind_adapter_is_the_same_at_every_t(model, ids, kernel):
+    blind, seeing = awake(kernel, blind=True), awake(kernel)
+    assert not reads_t(blind) and reads_t(seeing) and not reads_t(awake("static"))
+    at_half = model(ids, seeing(torch.full((3,), 0.5)))
+    torch.testing.assert_close(model(ids, blind(T)), at_half, rtol=0, atol=0)
+    assert not torch.allclose(model(ids, seeing(T)), at_half)
 
 
 def test_the_combinations_start_as_the_identity_bit_for_bit(ids):

@@ -31,7 +31,7 @@ import train  # noqa: E402
 from data import DiffusionDataset, Windows, load_corpus, write_shards  # noqa: E402
 from checkpoint import load_backbone  # noqa: E402
 from hydra_ssm import MODES, HydraBert, HydraConfig  # noqa: E402
-from mark_adapters import KERNELS, make_adapter  # noqa: E402
+from mark_adapters import make_adapter  # noqa: E402
 from text import ByteTokenizer  # noqa: E402
 
 CONFIG = HydraConfig(260, d_model=32, n_layer=2, d_state=4, headdim=16, chunk_size=32)
@@ -140,7 +140,8 @@ SPLITS = {  # name: (dtype, masked tokens of each sequence or None for the text,
         "modulate": mode, "checkpointing": True, "global_batch": 5, "max_steps": 2})
        for mode in MODES[:-1]},
     **{kernel: (torch.float64, None, {"kernel": kernel, "global_batch": 5, "max_steps": 2})
-       for kernel in KERNELS if kernel not in ("chebyshev", "none", "lora+dct", "lora+hypernet")},
+       for kernel in ("hypernet", "dct", "inject", "adaln", "lora", "lora+chebyshev",
+                      "static+chebyshev")},
 }
 
 
