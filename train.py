@@ -51,7 +51,8 @@ from text import find_files, make_tokenizer
 class Config(AdapterConfig):
     """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override either.
 
-    From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings.
+    From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings; the
+    field `preset` alone is a label.
     """
     MAY_BE_ZERO: ClassVar = ("warmup", "eval_every")
     # hypernet, chebyshev, dct (geometries), inject, adaln, lora, static (baselines), a geometry on
