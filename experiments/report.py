@@ -64,6 +64,7 @@ def first_part():
         report_scores.demo_section(),
         report_scores.shipped_section(),
         report_scores.scores_section(),
+        report_scores.trivial_section(),
         report_scores.norm_section(),
         report_operators.stability_section(),
         report_operators.memory_section(),
