@@ -80,6 +80,7 @@ def first_part():
         report_cost.speed_section(),
         report_cost.plan_section(),
         report_cost.rehearsal_section(),
+        report_cost.peers_section(),
         report_cost.scan_section(),
         report_cost.kernels_section(),
         report_cost.mutations_section(),

@@ -22,7 +22,7 @@ import evaluate
 import sample
 import synth_lpv
 import train
-from experiments import (bench, hrm_adapter, pretrain, report, report_claims, report_hrm,
+from experiments import (bench, hrm_adapter, peers, pretrain, report, report_claims, report_hrm,
                          report_operators, report_pieces, report_scores, report_study, study,
                          trivial)
 from experiments.report_pieces import (anchor, command, load_result, render_section, shorten_paths,
@@ -172,7 +172,7 @@ def unfolded(word):
     ("certify/small", certify), ("evaluate/small", evaluate), ("sample/small", sample),
     ("pretrain/small", pretrain), ("train/shipped_dct", train), ("study/none", study),
     ("train/mlp_chebyshev_plain4", train), ("synth_lpv/adam", synth_lpv), ("bench/laptop", bench),
-    ("hrm_adapter/small", hrm_adapter), ("trivial/wordpiece", trivial)])
+    ("hrm_adapter/small", hrm_adapter), ("trivial/wordpiece", trivial), ("bench/peers", peers)])
 def test_a_command_has_the_settings_of_its_file(name, module, monkeypatch):
     settings = load_result(name).settings
     presets = getattr(module, "PRESETS", None)
