@@ -147,7 +147,7 @@ def time_table(found):
         head += [f"{name}, ms", "times ours"]
     lines = []
     for length, times in found.items():
-        line = [f"{int(length):,}", f"{statistics.median(times[OURS]):.0f}"]
+        line = [f"{int(length):,}", f"{statistics.median(times[OURS]):,.0f}"]
         for name in peers:
             each = ratios(times, name)
             low, high = ends_of_median(each)

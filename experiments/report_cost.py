@@ -151,9 +151,9 @@ def peers_section():
         its BERT layer with scaled_dot_product_attention. Ours and BERT read from both sides,
         Mamba-2 from one. At {int(longest):,} tokens Mamba-2 takes
         {ratio['Mamba-2 (chunks of 256)']:.2f} times our time with its default chunk, and
-        {ratio['Mamba-2 (chunks of 64)']:.2f} times with the chunk of ours; BERT, of quadratic
-        attention, takes {ratio['BERT']:.2f} times. In millions the layers have
-        {listed(millions, 1)} parameters: BERT's holds an MLP too, so a model has fewer of them. These are
+        {ratio['Mamba-2 (chunks of 64)']:.2f} times with the chunk of ours; BERT, whose attention is
+        quadratic, takes {ratio['BERT']:.2f} times. The layers have {listed(millions, 1)} million
+        parameters: BERT's holds an MLP too, so a model has fewer of them. These are
         implementations on one CPU, where Mamba-2 has no kernels of its own; nothing follows for a
         GPU."""
     counted = (f"n = {settings['rounds']} rounds, each times every layer once, one after the "
@@ -165,7 +165,7 @@ def peers_section():
     made = command("-m experiments.peers", peers.Config, settings)
     return Section("Peers on a CPU", says,
                    ("pip install transformers", made, publish_command("peers")),
-                   provenance(result), counted, (found["table"],))
+                   provenance(result), counted, (peers.time_table(found["ms"]),))
 
 
 # ---- the scan ------------------------------------------------------------------------------------
