@@ -68,7 +68,7 @@ def run_process(group, start, ends, on_row):
         return len(group.cases)
     finally:
         process.kill()
-        process.join()
+        process.join(10)  # one that is stuck in a driver is left behind
         receiver.close()
 
 

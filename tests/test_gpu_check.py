@@ -200,6 +200,20 @@ def test_without_triton_there_is_no_version_and_no_failure(monkeypatch):
     assert gpu_check.compiler("cpu") == {"triton": None, "ptxas": None, "architecture": None}
 
 
+@pytest.mark.parametrize("dtype, asked", ((torch.float32, 1), (torch.bfloat16, 0)))
+def test_the_precision_of_float32_is_read_for_float32_alone_and_may_be_refused(
+        monkeypatch, dtype, asked):
+    reads = []
+
+    def refused():
+        reads.append(0)
+        raise RuntimeError("mix of the legacy and new APIs")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refused)
+    x, B = torch.empty(1, 8, 2, 16, dtype=dtype), torch.empty(1, 8, 2, 1, 16, dtype=dtype)
+    assert chunk_scan_triton.constants(x, B)["PRECISION"] == "tf32x3"
+    assert len(reads) == asked
+
+
 # ---- what it notices -----------------------------------------------------------------------------
 
 
