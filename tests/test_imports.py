@@ -13,10 +13,10 @@ IMPORT_ORDER = (  # the paper, and on it, on the second floor, the experiments
     "common", "chunk_scan_triton", "chunk_scan", "text", "hydra_ssm", "mark_adapters", "baselines",
     "cart", "data", "checkpoint", "evaluate", "sample", "certify", "markov", "train", "synth_lpv",
     *(f"experiments.{name}" for name in (
-        "mixture", "pretrain", "byte_transformer", "hankel", "hrm_adapter", "scan_bench", "measure",
-        "plan", "gpu_check", "bench", "study_cells", "study_tables", "study_figures", "study",
-        "publish", "report_pieces", "report_scores", "report_operators", "report_study",
-        "report_cost", "report_hrm", "report_figures", "report_claims", "report")))
+        "mixture", "trivial", "pretrain", "byte_transformer", "hankel", "hrm_adapter", "scan_bench",
+        "measure", "plan", "isolated", "gpu_check", "bench", "peers", "study_cells", "study_tables",
+        "study_figures", "study", "publish", "report_pieces", "report_scores", "report_operators",
+        "report_study", "report_cost", "report_hrm", "report_figures", "report_claims", "report")))
 ROOT_FLOOR = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 EXPERIMENTS = {f"experiments.{path.stem}": path
                for path in sorted(ROOT.glob("experiments/*.py")) if path.stem != "__init__"}
