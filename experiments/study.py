@@ -138,7 +138,8 @@ def claimed(cell):
 
 
 def run_groups(cfg, env):
-    """Run every cell of the groups of `cfg` that has no result yet. Several processes share them."""
+    """Run every cell of the groups of `cfg` that has no result yet; several processes share them.
+    """
     texts = {}  # {world: its HeldOut}
     began = time.time()
     for group in cfg.run:

@@ -510,7 +510,8 @@ def test_a_cheap_committed_cell_is_what_it_would_be_now(cell):
     corpora = {"shakespeare": load_corpus([tiny.ROOT / "assets/tinyshakespeare.txt"],
                                           ByteTokenizer())}
     held_out = HeldOut(corpora, ByteTokenizer(), config.seqlen, config.windows, (42,))
-    now = score_references(study_train.backbone_of(cell, None), held_out, torch.arange(256).repeat(2))
+    backbone = study_train.backbone_of(cell, None)
+    now = score_references(backbone, held_out, torch.arange(256).repeat(2))
     frozen = Row("frozen")
     for metric in ("elbo", "cart"):                      # float32 on another machine
         got = now["shakespeare"][frozen][metric][0]

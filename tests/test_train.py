@@ -531,7 +531,8 @@ class Board:
 
 def test_tensorboard_is_given_every_number_that_is_recorded(work, monkeypatch):
     """In the run folder; what a resumed run records again replaces what a killed one did."""
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    fake = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     monkeypatch.setattr(Board, "kept", {})
     for more in ({"max_steps": 3}, {"resume": True}):
         run = command("train.py", *arguments(work, name="board", eval_every=2, tensorboard=True,
@@ -563,7 +564,8 @@ def test_without_tensorboard_the_flag_is_refused_before_any_work_and_nothing_els
 
 
 def test_ranks_other_than_the_first_write_no_tensorboard(work, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    fake = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     monkeypatch.setattr(Board, "kept", {})
     for rank, boards in ((1, 0), (0, 1)):
         monkeypatch.setattr(common, "rank_and_world", lambda: (rank, 2))
