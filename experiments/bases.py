@@ -6,7 +6,7 @@ Last line: "figure: runs/bases/shipped/bases.png"
 The paper says that the bases encode smoothness in t. But both are functions of h, the output of an
 MLP that reads sinusoids of up to 1000 t, and not of t (eq. 16 to 20):
 
-    DCT        u = basis^T diag(damping) W h is linear in h. So its shift and UV are affine in h, and
+    DCT        u = basis^T diag(damping) W h is linear in h. So shift and UV are affine in h, and
                there is a Hypernet that equals it at every t: `hypernet_of`. Its map from h to the
                shifts has the rank of the spectrum, 8, where Hypernet's own has up to 3 n_shifts.
     Chebyshev  sum over k of theta_k(h) T_k(tanh(W_z h)): polynomials in z(h), with coefficients that

@@ -1,4 +1,4 @@
-"""DCT adapters are Hypernets of rank 8, Chebyshev's are polynomials of z(h): neither is one of t."""
+"""DCT adapters are Hypernets of rank 8, Chebyshev's are polynomials of z(h), none is one of t."""
 import dataclasses
 
 import numpy as np
@@ -37,7 +37,8 @@ def test_its_map_to_the_shifts_has_the_rank_of_its_spectrum():
 
 
 def test_a_chebyshev_shift_is_a_polynomial_of_z_and_not_of_t():
-    """At fixed coefficients it follows T_k(z) for any z; over t no polynomial of its degree fits."""
+    """At fixed coefficients it follows T_k(z) for any z; over t no polynomial of its degree fits.
+    """
     adapter = awake("chebyshev")
     h = adapter.hidden(T)
     got = adapter.heads(h)[0].detach().numpy()                       # y t (m s)
