@@ -9,8 +9,8 @@ MLP that reads sinusoids of up to 1000 t, and not of t (eq. 16 to 20):
     DCT        u = basis^T diag(damping) W h is linear in h. So shift and UV are affine in h, and
                there is a Hypernet that equals it at every t: `hypernet_of`. Its map from h to the
                shifts has the rank of the spectrum, 8, where Hypernet's own has up to 3 n_shifts.
-    Chebyshev  sum over k of theta_k(h) T_k(tanh(W_z h)): polynomials in z(h), with coefficients that
-               move with h too.
+    Chebyshev  sum over k of theta_k(h) T_k(tanh(W_z h)): polynomials in z(h), with coefficients
+               that move with h too.
 
 So this command asks the trained adapters: how much of what they do over t do the first 5 Chebyshev
 polynomials of t explain, or the first 8 cosines of t, as many as the geometries have?

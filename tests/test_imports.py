@@ -17,7 +17,8 @@ IMPORT_ORDER = (  # the paper, and on it, on the second floor, the experiments
         "measure", "plan", "isolated", "gpu_check", "bench", "peers", "study_cells", "random_bytes",
         "study_train", "study_tables", "study_worth", "study_figures", "study",
         "bases", "publish", "report_pieces", "report_scores", "report_operators",
-        "report_study", "report_cost", "report_hrm", "report_figures", "report_claims", "report")))
+        "report_worth", "report_study", "report_cost", "report_hrm", "report_figures",
+        "report_claims", "report")))
 ROOT_FLOOR = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 EXPERIMENTS = {f"experiments.{path.stem}": path
                for path in sorted(ROOT.glob("experiments/*.py")) if path.stem != "__init__"}
