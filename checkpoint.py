@@ -176,7 +176,8 @@ def infer_config(state, path):
     sizes = dict(vocab_size=vocab_size, d_model=d_model, headdim=headdim,
                  expand=d_inner // d_model, n_layer=1 + max(numbers),
                  d_state=(channels - d_inner) // 4, d_conv=d_conv)
-    if min(sizes.values()) < 1:
+    fit = headdim * h == d_inner == sizes["expand"] * d_model
+    if min(sizes.values()) < 1 or not fit:
         raise common.UserError(f"{path}: the shapes of word_embeddings.weight and of the A_log, "
                                "conv1d and out_proj of layers.0.mixer do not fit together "
                                f"({sizes})")
@@ -468,7 +469,7 @@ def result_folder(script, paths):
 
 
 RUN_FILES = ("metrics.jsonl", "last.pt", "adapter.safetensors", "backbone.safetensors",
-             "result.json", "*.png")
+             "result.json", "*.png", "events.out.tfevents.*")
 
 
 def run_folder(name):
@@ -535,18 +536,23 @@ def unlock(folder):
         LOCKS.pop(folder).close()
 
 
-def check_same_run(folder, cfg, inputs, free):
-    """Raise UserError unless the run in the folder had the same settings, weights and texts."""
+def begun_with(folder):
+    """(settings, fingerprints of inputs) of the run in a folder. Raises UserError if there is none.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise common.UserError(f"{folder} has no config.json, so it is not a run that could be "
                                "continued; choose another --name")
     before = common.read_json(path, "config", "commit")
     try:
-        settings_before = dict(before["config"])
-        inputs_before = dict(before.get("inputs", {}))
+        return dict(before["config"]), dict(before.get("inputs", {}))
     except (TypeError, ValueError):
         raise common.UserError(f"{path} is damaged; choose another --name") from None
+
+
+def check_same_run(folder, cfg, inputs, free):
+    """Raise UserError unless the run in the folder had the same settings, weights and texts."""
+    settings_before, inputs_before = begun_with(folder)
     for name, value in common.plain(cfg).items():
         if name not in free and settings_before.get(name, value) != value:
             raise common.UserError(
@@ -566,16 +572,24 @@ def in_use(folder):
 
 
 def check_free(folder, cfg):
-    """Raise UserError where a new run would meet an old one. Asked before any work, and again."""
+    """Raise UserError where a new run would meet an old one, and --resume or --overwrite what is no
+    run. Asked before any work, and again.
+    """
     if folder.is_file():
         raise common.UserError(f"{folder} is a file; choose another --name")
-    if in_use(folder) and not (cfg.resume or cfg.overwrite):
+    if not in_use(folder):
+        return
+    if cfg.resume:
+        begun_with(folder)
+    elif cfg.overwrite:
+        check_ours(folder)
+    else:
         raise common.UserError(f"{folder} exists; continue it with --resume, replace it with "
                                "--overwrite, or choose another --name")
 
 
-def clear_run(folder):
-    """Remove what a run has written into its folder, and nothing else."""
+def check_ours(folder):
+    """Raise UserError unless a folder is that of a run."""
     mark = folder / "config.json"
     try:
         ours = {"config", "commit", "argv"} <= set(json.loads(mark.read_text("utf-8")))
@@ -584,6 +598,11 @@ def clear_run(folder):
     if not ours:
         raise common.UserError(f"{folder} is not a run folder (its config.json is not ours), so "
                                "--overwrite leaves it alone; choose another --name")
+
+
+def clear_run(folder):
+    """Remove what a run has written into its folder, and nothing else."""
+    check_ours(folder)
     for pattern in RUN_FILES:  # config.json stays until it is replaced: it marks a run
         for path in folder.glob(pattern):
             path.unlink()

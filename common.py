@@ -7,6 +7,7 @@ Differs from the paper: nothing.
 import contextlib
 import dataclasses
 import errno
+import inspect
 import io
 import json
 import math
@@ -449,7 +450,7 @@ def parse(config_class, default):
     import tyro
     box = io.StringIO()
     about = (sys.modules["__main__"].__doc__ or "").partition("\n\n")[0]
-    about = "\n\n".join(filter(None, (about, config_class.__doc__)))
+    about = "\n\n".join(filter(None, (about, inspect.getdoc(config_class))))
     try:
         with contextlib.redirect_stderr(box):
             return tyro.cli(config_class, description=about, default=default,

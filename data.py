@@ -353,6 +353,7 @@ def write_shards(documents, out, tokenizer, counts=None, splits=SPLITS, train_to
                     "cut_documents": counts["cut_documents"],
                     "splits": {name: writer.entry for name, writer in writers.items()}}
         write_json(temporary / "manifest.json", manifest)
+        _check_out(out, overwrite)  # again: another may have been faster
         if folder.exists():
             os.rename(folder, replaced)  # a kill between the two renames loses neither
         os.rename(temporary, folder)

@@ -390,15 +390,16 @@ def last_line(name, found):
 
 def draw_gain_by_t(ax, found):
     """The gain over the frozen backbone by t, with the adapter's own t and with a wrong one."""
-    for name, label, style, shift in (("gain_by_t", "its own t", "o-", -0.006),
-                                      ("wrong_t_gain_by_t", "another window's t", "s:", 0.006)):
+    lines = (("gain_by_t", "its own t", "-"), ("wrong_t_gain_by_t", "another window's t", ":"))
+    for i, (name, label, style) in enumerate(lines):
         x, means, halves = [], [], []
         for k, value in enumerate(found[name]):
             if value is not None:
-                x.append((k + 0.5) / BINS + shift)
+                x.append((k + 0.5) / BINS + 0.012 * (i - 0.5))  # or the bars lie on each other
                 means.append(value.mean)
                 halves.append(value.half)
-        ax.errorbar(x, means, halves, fmt=style, ms=4, lw=1.2, capsize=2, label=label)
+        ax.errorbar(x, means, halves, ls=style, ms=4, lw=1.2, capsize=2, label=label,
+                    **score_style(i))
     ax.axhline(0, color="0.3", ls="--", lw=1, label="frozen")
     ax.set(xlabel="t (share of masked tokens)", ylabel="nats gained per masked token",
            title=f"gain over frozen, {found['windows']} windows, 95 %")

@@ -44,6 +44,11 @@ class HydraConfig:
     chunk_size: int = 64
     weights: str = ""  # the fingerprint of what was loaded (checkpoint.py)
 
+    def __post_init__(self):
+        if self.d_inner % self.headdim:
+            raise common.UserError(f"--headdim: got {self.headdim}, need a divisor of "
+                                   f"{self.d_inner}, which is {self.expand} times d_model")
+
     @property
     def d_inner(self):
         return self.expand * self.d_model
@@ -324,9 +329,8 @@ def block_ranks(M):
 
 
 def main(cfg):
-    if cfg.seqlen < 2 or 2 * cfg.d_model % cfg.headdim:
-        raise common.UserError(f"got --seqlen {cfg.seqlen} and --headdim {cfg.headdim}, need at "
-                               f"least 2 and a divisor of {2 * cfg.d_model}, twice --d-model")
+    if cfg.seqlen < 2:
+        raise common.UserError(f"--seqlen: got {cfg.seqlen}, need at least 2")
     torch.manual_seed(cfg.seed)
     config = HydraConfig(260, cfg.d_model, 1, cfg.d_state, headdim=cfg.headdim)
     model = HydraBert(config).double().requires_grad_(False)

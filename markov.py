@@ -291,8 +291,9 @@ def colors_of_times():
 
 def draw_memory(ax, ratios):
     """`memory_ratios` as one panel."""
-    for (t, ratio), color in zip(ratios.items(), ("#440154", "#21918c", "#d9a400")):
-        ax.plot(LAGS + 1, ratio, color=color, label=f"t = {t:g}")
+    for i, (t, ratio) in enumerate(ratios.items(), 2):  # 0 and 1 are those of draw_gain_by_t
+        ax.plot(LAGS + 1, ratio, color=common.COLORS[i], marker=common.MARKERS[i], ms=4,
+                markevery=0.1, label=f"t = {t:g}")
     ax.axhline(1, color="0.3", ls="--", lw=1, label="frozen")
     title = "what t does to memory" if ratios else "the recurrence is left alone"
     ax.set(xscale="log", xlabel="distance (tokens)", ylabel="$h_k$ over the frozen one's",

@@ -111,7 +111,8 @@ TRUTHS = {
 class Config:
     """Recover synthetic LPV systems from N trajectories: table, rates and Figure 2."""
     MAY_BE_ZERO: ClassVar = ("iterations", "batch")
-    preset: Literal["recovery", "quick", "published"] = "recovery"  # 3 min, 20 s, 15 min
+    # 3 min, 20 s, 15 min; from Python a label: see common.from_preset
+    preset: Literal["recovery", "quick", "published"] = "recovery"
     kernel: tuple[Literal["hypernet", "chebyshev", "dct"], ...] = ("hypernet", "chebyshev", "dct")
     sizes: tuple[int, ...] = (50, 100, 200, 400, 800, 1600)  # N
     seeds: int = 15                    # at most 15

@@ -18,6 +18,7 @@ Differs from the paper: its batch of 112 is read as global. Noise depends on (se
 """
 import contextlib
 import dataclasses
+import importlib
 import math
 import os
 import shlex
@@ -50,7 +51,8 @@ from text import find_files, make_tokenizer
 class Config(AdapterConfig):
     """The defaults are the demo, --preset paper is Tables 6 to 8; other flags override either.
 
-    From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings.
+    From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings; the
+    field `preset` alone is a label.
     """
     MAY_BE_ZERO: ClassVar = ("warmup", "eval_every")
     # hypernet, chebyshev, dct (geometries), inject, adaln, lora, static (baselines), a geometry on
@@ -88,6 +90,7 @@ class Config(AdapterConfig):
     eval_every: int = 40            # steps between evaluations on few windows; 0: none
     eval_windows: int = 256         # held-out windows that the end is judged by
     save_every: int = 100           # steps between checkpoints
+    tensorboard: bool = False       # curves for TensorBoard as well, in the run folder
     resume: bool = False            # continue the run folder, or start it where there is none
     overwrite: bool = False         # replace it
     seed: int = 42
@@ -102,7 +105,7 @@ PRESETS = {
         checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240),
 }
 FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "save_every",
-        "checkpointing", "plugin")  # what a resumed run may change
+        "checkpointing", "plugin", "tensorboard")  # what a resumed run may change
 
 
 def adapter_settings(cfg):
@@ -255,6 +258,10 @@ class Journal:
         self.draws = draws
         self.rows = rows
         self.main_rank = common.rank_and_world()[0] == 0
+        self.board = None
+        if cfg.tensorboard and self.main_rank:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(folder, purge_step=start + 1)
         self.bar = common.progress(total=cfg.steps, desc=cfg.kernel, initial=start)
         self.since(start)
 
@@ -267,6 +274,11 @@ class Journal:
         if self.main_rank:
             self.rows.append(row)
             append_metrics(self.folder, **row)
+        if self.board:
+            for name, value in {**row, **row.get("eval", {})}.items():
+                if isinstance(value, float):
+                    self.board.add_scalar(name, value, row["step"])
+            self.board.flush()
 
     def evaluate(self, step):
         """Score the adapter on a few held-out windows: a point of the curve."""
@@ -322,6 +334,11 @@ def check(cfg, world):
         need("betas", cfg.betas, "two numbers, 0 <= beta < 1")
     if cfg.max_steps > cfg.steps:
         need("max-steps", cfg.max_steps, f"at most --steps, {cfg.steps}")
+    if cfg.tensorboard:
+        try:
+            importlib.import_module("torch.utils.tensorboard")
+        except ImportError:
+            need("tensorboard", "it", "the package tensorboard: pip install tensorboard")
     common.pick_device(cfg.device)
     check_free(run_folder(cfg.name), cfg)
     if not cfg.data:
@@ -511,8 +528,8 @@ def draw_curve(ax, cfg, rows, at_start):
     evals = [row for row in rows if "eval" in row]
     unit = {"cart": "CART masked_mean (nats)", "elbo": "ELBO (nats per token)"}[cfg.weighting]
     ax.plot([0, *(row["step"] for row in evals)],
-            [at_start[cfg.weighting], *(row["eval"][cfg.weighting] for row in evals)], "o-", ms=4,
-            label="held out")
+            [at_start[cfg.weighting], *(row["eval"][cfg.weighting] for row in evals)],
+            color=common.COLORS[0], marker=common.MARKERS[0], ms=4, label="held out")
     ax.axhline(at_start[cfg.weighting], color="0.3", ls="--", lw=1, label="frozen")
     ax.set(xlabel="step", ylabel=unit, title=f"{cfg.kernel}: held-out loss")
     ax.legend(frameon=False, fontsize=8)

@@ -47,7 +47,7 @@ RELEASED_BATCH = {"cpu": (1, 256), "cuda": (4, 4096)}
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Measure the cost of each conditioner; --preset paper is Table 3's protocol."""
-    preset: Literal["laptop", "paper"] = "laptop"
+    preset: Literal["laptop", "paper"] = "laptop"  # from Python a label: see common.from_preset
     weights: str = "small"                 # backbone: "small", a path, or "random": released size
     mlp_dim: int = 64                      # of the adapters; 256 in the paper
     batch: int = 8

@@ -35,7 +35,7 @@ from train import check_finite, learning_rate
 class Config:
     """The defaults are a tiny run; --preset small is the shipped backbone's."""
     OLD_FLAGS: ClassVar = {"--text": "--data"}
-    preset: Literal["tiny", "small"] = "tiny"
+    preset: Literal["tiny", "small"] = "tiny"   # from Python a label: see common.from_preset
     data: tuple[str, ...] = ("embedded",)       # training text; 5 % of its documents are held out
     valid: tuple[str, ...] = ("held-out=embedded",)  # NAME=PATH[,PATH...]; of --data: the 5 %
     name: str = ""                              # run folder under runs/; default pretrain_<preset>
@@ -195,10 +195,7 @@ def check(cfg):
     """Refuse, before any work, what could only fail later or mean something else."""
     if not 0 < cfg.mask_rate <= 1:
         raise common.UserError(f"--mask-rate: got {cfg.mask_rate}, need a share above 0, at most 1")
-    d_inner = HydraConfig(d_model=cfg.d_model).d_inner
-    if d_inner % cfg.headdim:
-        raise common.UserError(f"--headdim: got {cfg.headdim}, need a divisor of {d_inner}, which "
-                               "is twice --d-model")
+    HydraConfig(d_model=cfg.d_model, headdim=cfg.headdim)
 
 
 def main(cfg):

@@ -10,6 +10,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
+SCRIPTS = []  # by the name they are run as
+for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("experiments/*.py")]):
+    if "\nif __name__" in path.read_text("utf-8"):
+        SCRIPTS.append(".".join(path.relative_to(ROOT).with_suffix("").parts))
 PREFIX = "model.bert.encoder.layer"
 
 

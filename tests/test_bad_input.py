@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from helpers import ROOT
+from helpers import ROOT, SCRIPTS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import command
@@ -31,10 +31,6 @@ from hydra_ssm import HydraBert
 from mark_adapters import make_adapter
 from text import ByteTokenizer, WordPiece, read_documents
 
-SCRIPTS = []  # by the name they are run as
-for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("experiments/*.py")]):
-    if "\nif __name__" in path.read_text("utf-8"):
-        SCRIPTS.append(".".join(path.relative_to(ROOT).with_suffix("").parts))
 KERNELS = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -363,7 +359,7 @@ def test_overwrite_leaves_a_folder_alone_that_is_no_run(work, run_of):
     files.pop("config.json")
     for more in ((), ("--overwrite",), ("--resume",)):
         refused(run_of("model", *more), "model")
-    assert {file: (folder / file).read_text() for file in files} == files
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files  # and no lock
 
 
 def race(function):
@@ -448,6 +444,28 @@ def test_shards_are_replaced_by_renames_and_no_moment_has_neither(tmp_path, monk
     data.write_shards(["newest words"], out, ByteTokenizer(), overwrite=True)
     assert data.load_corpus(out, ByteTokenizer()).n_bytes == len("newest words")
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("overwrite, left", [(False, "faster"), (True, "slower")])
+def test_of_two_writers_of_one_shard_folder_the_slower_is_refused_unless_it_overwrites(
+        tmp_path, overwrite, left):
+    out = tmp_path / "s"
+
+    def documents():
+        yield "slower words"
+        other = multiprocessing.get_context("fork").Process(
+            target=data.write_shards, args=(["faster words"], out, ByteTokenizer()))
+        other.start()
+        other.join()
+
+    if overwrite:
+        data.write_shards(documents(), out, ByteTokenizer(), overwrite=True)
+    else:
+        with pytest.raises(common.UserError, match="exists and is a shard folder"):
+            data.write_shards(documents(), out, ByteTokenizer())
+    ids = data.load_corpus(out, ByteTokenizer()).ids
+    assert ByteTokenizer().decode(np.asarray(ids).tolist()).startswith(f"{left} words")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
 # --------------------------------------------------------------------------------------- adapters

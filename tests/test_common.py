@@ -1,16 +1,18 @@
 """Atomic files, JSON, the schedule, errors as one line, result files."""
 import dataclasses
 import importlib
+import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, SCRIPTS
 
 import common
 
@@ -250,3 +252,50 @@ def test_help_opens_with_the_scripts_own_words(capsys):
     assert run.status == 0
     words = " ".join(run.out.split())
     assert words.index("The stability certificate") < words.index("Certify a backbone")
+
+
+def comments(config_class):
+    """{field: its comment in the source}: beside it and, further in than a field, below; or above.
+    """
+    found = {}
+    for base in reversed(config_class.__mro__[:-1]):
+        above = []
+        for line in inspect.getsource(base).splitlines():
+            code, _, comment = line.partition("#")
+            field = re.match(r"    (\w+): ", code)
+            if field:
+                name = field[1]
+                found[name] = [*above, comment.strip()]
+            if comment and not code.strip():
+                target = above if len(code) == 4 else found[name]
+                target.append(comment.strip())
+            else:
+                above = []
+    return {name: " ".join(" ".join(parts).split()) for name, parts in found.items()}
+
+
+def options_of_help(text):
+    """{flag: all that --help says of it}, without boxes and line breaks; "" is all before them."""
+    found = {"": ""}
+    flag = ""
+    for line in text.splitlines():
+        start = re.match(r"\W? {1,2}(--\w[\w-]*)", line)
+        if start:
+            flag = start[1]
+            found[flag] = ""
+        found[flag] += " " + line.strip(" \u2502")
+    return {flag: " ".join(words.split()) for flag, words in found.items()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_cuts_no_comment_in_half(script, capsys, monkeypatch):
+    config_class = importlib.import_module(script).Config
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    with pytest.raises(SystemExit):
+        common.parse(config_class, config_class())
+    said = options_of_help(capsys.readouterr().out)
+    comment_of = comments(config_class)
+    for field in dataclasses.fields(config_class):
+        flag = f"--{field.name.replace('_', '-')}"
+        words = said.get(flag, said[""])  # what has its place on the line has no flag
+        assert f"{comment_of[field.name]} (default:" in words, f"{flag}: {words}"

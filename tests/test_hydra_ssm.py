@@ -392,9 +392,12 @@ def test_the_command_shows_the_ranks_of_the_matrix_of_eq_11(capsys):
     assert "at most 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("settings", ({"headdim": 1000}, {"headdim": 48}, {"seqlen": 1}))
-def test_sizes_that_do_not_fit_are_one_line(settings):
-    with pytest.raises(UserError, match="need at least 2 and a divisor of 128"):
+@pytest.mark.parametrize("settings, words", (
+    ({"headdim": 1000}, "--headdim: got 1000, need a divisor of 128, which is 2 times d_model"),
+    ({"headdim": 48}, "--headdim: got 48, need a divisor of 128"),
+    ({"seqlen": 1}, "--seqlen: got 1, need at least 2")))
+def test_sizes_that_do_not_fit_are_one_line(settings, words):
+    with pytest.raises(UserError, match=words):
         main(Config(**settings))
 
 

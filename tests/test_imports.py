@@ -14,8 +14,9 @@ IMPORT_ORDER = (  # the paper, and on it, on the second floor, the experiments
     "cart", "data", "checkpoint", "evaluate", "sample", "certify", "markov", "train", "synth_lpv",
     *(f"experiments.{name}" for name in (
         "mixture", "trivial", "pretrain", "byte_transformer", "hankel", "hrm_adapter", "scan_bench",
-        "measure", "plan", "isolated", "gpu_check", "bench", "peers", "study_cells", "study_tables",
-        "study_figures", "study", "publish", "report_pieces", "report_scores", "report_operators",
+        "measure", "plan", "isolated", "gpu_check", "bench", "peers", "study_cells", "random_bytes",
+        "study_train", "study_tables", "study_worth", "study_figures", "study",
+        "bases", "publish", "report_pieces", "report_scores", "report_operators",
         "report_study", "report_cost", "report_hrm", "report_figures", "report_claims", "report")))
 ROOT_FLOOR = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 EXPERIMENTS = {f"experiments.{path.stem}": path

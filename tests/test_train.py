@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -512,6 +513,64 @@ def test_a_run_leaves_its_files_and_says_what_was_gained_and_what_is_next(work, 
     assert f"--data text={work / 'text.txt'}" in following
     assert "about" in whole.out and "s left" in whole.out  # by step 5, off a terminal too
     assert whole.out.startswith("-----") and "masked" in whole.out and not whole.err
+
+
+class Board:
+    """In place of TensorBoard's SummaryWriter: keeps what it is given, by folder."""
+    kept = {}
+
+    def __init__(self, folder, purge_step):
+        self.points = Board.kept.setdefault((folder, purge_step), {})
+
+    def add_scalar(self, name, value, step):
+        self.points.setdefault(name, []).append((step, value))
+
+    def flush(self):
+        pass
+
+
+def test_tensorboard_is_given_every_number_that_is_recorded(work, monkeypatch):
+    """In the run folder; what a resumed run records again replaces what a killed one did."""
+    fake = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    monkeypatch.setattr(Board, "kept", {})
+    for more in ({"max_steps": 3}, {"resume": True}):
+        run = command("train.py", *arguments(work, name="board", eval_every=2, tensorboard=True,
+                                             **more))
+        assert run.status == 0, run.err
+    folder = work / "runs/board"
+    assert list(Board.kept) == [(folder, 1), (folder, 4)]
+    shown = {}
+    for points in Board.kept.values():
+        for name, values in points.items():
+            shown.setdefault(name, []).extend(values)
+    rows = rows_of(work, "board")
+    for name in ("loss", "gradient_norm", "lr"):
+        assert shown[name] == [(row["step"], row[name]) for row in rows if name in row]
+    for name in ("elbo", "cart", "gap"):
+        assert shown[name] == [(row["step"], row["eval"][name]) for row in rows if "eval" in row]
+    assert len(shown["tokens_per_second"]) == len(shown["loss"]) == 2
+
+
+def test_without_tensorboard_the_flag_is_refused_before_any_work_and_nothing_else(
+        work, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # not installed
+    run = command("train.py", *arguments(work, name="no_board", tensorboard=True))
+    assert run.status == 2 and run.err.startswith("error: --tensorboard: ")
+    assert run.err.count("\n") == 1 and "pip install tensorboard" in run.err and not run.out
+    assert not (work / "runs/no_board").exists()
+    run = command("train.py", *arguments(work, name="plain", steps=1, warmup=0, eval_every=0))
+    assert run.status == 0, run.err
+
+
+def test_ranks_other_than_the_first_write_no_tensorboard(work, monkeypatch):
+    fake = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    monkeypatch.setattr(Board, "kept", {})
+    for rank, boards in ((1, 0), (0, 1)):
+        monkeypatch.setattr(common, "rank_and_world", lambda: (rank, 2))
+        train.Journal(config(work, tensorboard=True), work, None, None, None, 0, [])
+        assert len(Board.kept) == boards
 
 
 def test_the_suggested_next_command_works_as_printed(work, whole):
