@@ -44,7 +44,6 @@ import functools
 import importlib.util
 import statistics
 import sys
-from importlib import metadata
 from typing import Literal
 
 import torch
@@ -412,9 +411,9 @@ def compiler(device):
     """{"triton", "ptxas", "architecture"}: versions, None where there is none or it cannot say."""
     found = {"triton": None, "ptxas": None, "architecture": None}
     try:
-        from triton import knobs
-        found["triton"] = metadata.version("triton")
-        found["ptxas"] = knobs.nvidia.ptxas.version  # of TRITON_PTXAS_PATH, where that is set
+        import triton
+        found["triton"] = triton.__version__
+        found["ptxas"] = triton.knobs.nvidia.ptxas.version  # TRITON_PTXAS_PATH's, if that is set
     except Exception:  # no triton, another backend's, or knobs of another version
         pass
     if device == "cuda":

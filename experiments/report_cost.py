@@ -164,7 +164,7 @@ def peers_section():
                f"processes wanted its cores at the start, {found['load'][1]:.1f} at the end.")
     made = command("-m experiments.peers", peers.Config, settings)
     return Section("Peers on a CPU", says,
-                   ("pip install transformers", made, publish_command("peers")),
+                   (made, publish_command("peers"), "# before: pip install transformers"),
                    provenance(result), counted, (peers.time_table(found["ms"]),))
 
 
