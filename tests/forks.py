@@ -5,9 +5,10 @@ a line: argv of train.py, number of ranks, port, root (results go to ROOT/runs),
 fault: the signal that one rank sends itself at the nth event of a name. It answers the process ids,
 then each rank's exit status. A rank leaves as a script does, through all that Python does at its
 end. The ranks of a job and their loading processes are one process group, which a SIGKILL ends as a
-whole; the signal FULL is the OSError of a full disk, BUG a RuntimeError. Events are "before" and
-"after" each write, fsync, rename and line of metrics, "half" of a write or a line, and before and
-after each sample, step, evaluation and fork; "file" counts those of files.
+whole; the signal FULL is the OSError of a full disk, BUG a RuntimeError, HANG ten minutes without a
+word. Events are "before" and "after" each write, fsync, rename and line of metrics, "half" of a
+write or a line, and before and after each sample, step, evaluation and fork; "file" counts those of
+files.
 """
 import contextlib
 import errno
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -88,6 +90,8 @@ def strike(fault):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if fault["signal"] == "BUG":
             raise RuntimeError("a bug of ours")
+        if fault["signal"] == "HANG":
+            time.sleep(600)  # through SIGTERM, which train.py only notes
         number = getattr(signal, fault["signal"])
         if number == signal.SIGKILL:
             os.killpg(0, number)

@@ -552,6 +552,43 @@ def test_commands_and_their_process_trees_end_within_ten_seconds(forks, explodin
 
 # --------------------------------------------------------------------------------------- torchrun
 
+AMID_A_STEP = """
+import os, sys
+sys.path[:0] = {paths!r}
+import common, forks, train
+train.dist.destroy_process_group = train.dist.barrier  # NCCL's waits for the other ranks
+signals = {{"0": "HANG", "1": "BUG"}}
+fault = {{"at": "before step", "nth": 3, "signal": signals[os.environ["RANK"]]}}
+forks.watch(forks.strike(fault))
+common.run_cli(train.Config, train.main, train.PRESETS)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_rank_that_fails_leaves_one_that_hangs_and_torchrun_ends_that_one(forks, tmp_path,
+                                                                            end_of_runs):
+    """As on GPUs: rank 0 waits in step 3 for rank 1, which has failed there, and hears no SIGTERM.
+    torchrun gives it 30 seconds."""
+    script = tmp_path / "amid_a_step.py"
+    script.write_text(AMID_A_STEP.format(paths=[str(ROOT), str(ROOT / "tests")]))
+    logs = tmp_path / "logs"
+    run = Started(tmp_path, *endless(forks.folder, "bug"), ranks=2, script=script,
+                  options=("--log-dir", logs, "--redirects", "3"))
+    end_of_runs.append(run)
+
+    def said_by(rank):
+        return "".join(path.read_text("utf-8") for path in logs.glob(f"*/*/{rank}/stderr.log"))
+
+    until(lambda: "a bug of ours" in said_by(1), 120, lambda: run.said() + said_by(1))
+    began = time.time()
+    (status,), said = run.wait(45)
+    assert_gone(run, began + 45)
+    assert status == 1 and said_by(1).rstrip().endswith("RuntimeError: a bug of ours"), said_by(1)
+    assert "Traceback" not in said_by(0) and "error: " not in said_by(0), said_by(0)
+    print(f"torchrun left after {time.time() - began:.0f} seconds")
+
+
 def torchrun(inputs, root, *options):
     """torchrun of two ranks on an endless schedule."""
     settings = flags(inputs, "long", steps=100_000, save_every=5, eval_every=0)
