@@ -47,6 +47,7 @@ try:
     jit = triton.jit
 except ImportError:  # chunk_scan.py then takes its PyTorch path
     triton = None
+    tl = None
 
     def jit(kernel):
         return kernel
