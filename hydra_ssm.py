@@ -113,9 +113,9 @@ class Modulation:
         config, weight = model.config, model.word_embeddings.weight
         per_head = model.layers[0].mixer.A_log
         zero = per_head.new_zeros(config.n_layer, 1, config.nheads)
-        at_least_float32 = torch.promote_types(weight.dtype, torch.float32)  # 1.003 is 1 in bfloat16
+        precise = torch.promote_types(weight.dtype, torch.float32)  # 1.003 is 1 in bfloat16
         nothing = weight.new_zeros(config.n_layer, 1, config.ngroups * config.d_state,
-                                   dtype=at_least_float32)
+                                   dtype=precise)
         default = {"A": zero, "dt": zero, "D": zero, "B_scale": 1 + nothing, "B_shift": nothing,
                    "C_scale": 1 + nothing, "C_shift": nothing}
         rows = []

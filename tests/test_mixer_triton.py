@@ -40,7 +40,7 @@ FACTORS = ("B_scale", "B_shift", "C_scale", "C_shift")
 LENGTHS = (1, 2, 57, 58, 59, 65, 117)  # a strip has 64 rows forward and 58 of its own backward
 
 
-# ------------------------------------------------------------------------ the references, in float64
+# ----------------------------------------------------------------------- the references, in float64
 
 def unpack_oracle(packed, weight, bias, real, factors, config):
     """z, x, B, C, dt, one position at a time: the convolution is a sum over the positions near."""
@@ -157,7 +157,7 @@ class TestKernels:
         assert_close(run_unpack(SMALL, *inputs), expected_unpack(SMALL, *inputs))
 
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-    @pytest.mark.parametrize("config", (SMALL, GROUPED, WIDE), ids=("small", "groups", "blocks"))
+    @pytest.mark.parametrize("config", (GROUPED, WIDE), ids=("groups", "blocks"))
     def test_with_pads_groups_and_several_blocks_of_channels(self, config, dtype):
         inputs = unpack_inputs(config, 61, b=3, dtype=dtype)
         real = torch.ones(3, 61, dtype=torch.bool)
@@ -190,6 +190,18 @@ class TestKernels:
         assert torch.equal(one["output 1"], other["output 1"])
         frozen = expected_unpack(SMALL, packed, unit, weight, bias)
         assert_close({"B": other["output 2"]}, {"B": frozen["output 2"]})
+
+    def test_a_factor_below_bfloat16_s_steps_is_applied(self):
+        """1.003 on B: on average over the entries, whose roundings cancel. Rounded it would be 1.
+        (The interpreter cuts bfloat16 off and does not round, so both sides come from the kernel.)
+        """
+        packed, factors, weight, bias = unpack_inputs(SMALL, 60, dtype=torch.bfloat16)
+        unit = {k: torch.full_like(v, float("scale" in k)) for k, v in factors.items()}
+        plain = run_unpack(SMALL, packed, unit, weight, bias, dtype=torch.bfloat16)["output 2"]
+        unit["B_scale"] += 0.003
+        B = run_unpack(SMALL, packed, unit, weight, bias, dtype=torch.bfloat16)["output 2"]
+        factor = (B * plain).sum() / plain.square().sum()
+        assert abs(factor - 1.003) < 5e-4
 
     def test_strided_inputs_equal_their_copies_bit_for_bit(self):
         inputs = unpack_inputs(SMALL, 23)
@@ -249,9 +261,8 @@ class TestKernels:
             pytest.skip("gpu_check.py compares whole training steps")
 
         def results():
-            out = model.hidden(ids, modulation, real)
-            return [out, *torch.autograd.grad(out[real.bool()].square().sum(),
-                                              list(leaves.values()))]
+            out = model.hidden(ids, modulation, real)[real.bool()]
+            return [out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))]
         want = results()
         monkeypatch.setattr(hydra_ssm, "_on_gpu", lambda v: True)
         monkeypatch.setattr(hydra_ssm, "_add_norm", hydra_ssm._add_norm.__wrapped__)
@@ -262,9 +273,7 @@ class TestKernels:
         got = results()
         assert len(calls) == 2
         for value, right in zip(got, want, strict=True):
-            torch.testing.assert_close(value[real.bool()] if value.ndim == 3 and value.shape[1] == 70
-                                       else value, right[real.bool()] if right.ndim == 3
-                                       and right.shape[1] == 70 else right, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
 
     def test_the_operators_keep_what_their_schemas_promise(self):
         packed, factors, weight, bias = unpack_inputs(SMALL, 7)
@@ -328,25 +337,25 @@ def test_weights_that_train_and_other_types_go_to_pytorch():
 
 @outer
 @pytest.mark.parametrize("grad", (False, True))
-def test_a_model_on_a_gpu_passes_tensors_without_data_through_the_kernels(monkeypatch, grad):
-    """Shapes and dtypes of a whole pass, and of its gradients, on fake CUDA tensors."""
+def test_tensors_without_data_pass_through_the_kernels(monkeypatch, grad):
+    """Shapes and dtypes of a whole pass, and of its gradients, as if on a GPU."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(hydra_ssm, "_on_gpu", lambda v: True)
     monkeypatch.setattr(hydra_ssm, "_add_norm", hydra_ssm._add_norm.__wrapped__)
     seen = []
     for name in ("unpack", "gated_norm"):
         real = getattr(mixer_triton, name)
         monkeypatch.setattr(mixer_triton, name,
                             lambda *a, real=real, **k: seen.append(real) or real(*a, **k))
-    with FakeTensorMode(), torch.device("cuda"), torch.set_grad_enabled(grad):
-        model = HydraBert(SMALL).bfloat16().requires_grad_(False)
+    with FakeTensorMode(), torch.set_grad_enabled(grad):
+        model = HydraBert(SMALL).requires_grad_(False)
         scale = torch.ones(1, 2, 8, requires_grad=grad)
         ids = torch.zeros(2, 40, dtype=torch.long)
         hidden = model.hidden(ids, Modulation(B_scale=scale), torch.ones(2, 40))
         if grad:
-            hidden.float().sum().backward()
+            hidden.sum().backward()
             assert scale.grad.shape == scale.shape
-    assert hidden.shape == (2, 40, 16) and hidden.dtype == torch.bfloat16
+    assert hidden.shape == (2, 40, 16)
     assert len(seen) == 2
 
 
