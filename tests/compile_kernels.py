@@ -1,7 +1,7 @@
 """What the GPU kernels take of a multiprocessor, found without a GPU: compile and disassemble.
 
 Run:      python tests/compile_kernels.py        (bfloat16, within a minute)
-          python tests/compile_kernels.py --dtypes bfloat16 float32
+          python tests/compile_kernels.py --dtypes bfloat16 float32 --also runs/triton_3.6.0
           python -m experiments.publish runs/triton_aot        (what the table in RESULTS is made of)
 Last line: "N kernels compiled; at most N spill instructions"
 
@@ -32,6 +32,7 @@ import chunk_scan_triton  # noqa: E402
 import common  # noqa: E402
 import mixer_triton  # noqa: E402
 from chunk_scan import A_MIN  # noqa: E402
+from chunk_scan_triton import STATE_STAGES  # noqa: E402
 from mixer_triton import CHANNELS, STEP, STRIP, TAPS  # noqa: E402
 
 
@@ -39,15 +40,15 @@ class Kernel(NamedTuple):
     """One way to launch a kernel."""
     name: str
     variant: dict                # what tells it from others of its name
-    stages: int | dict           # of its loops' loads; by architecture where that matters
+    stages: int                  # of its loops' loads
     gigabytes: str               # the tensors it reads and writes, by the letters of `sizes`
 
 
 SCAN = (
     Kernel("decay_fwd", {}, 3, "r r r"),
-    Kernel("state_scan", {"BWD": False}, 3, "x x c r r s"),
+    Kernel("state_scan", {"BWD": False}, STATE_STAGES, "x x c r r s"),
     Kernel("mix", {"BWD": False}, 3, "x c c d r r s x"),
-    Kernel("state_scan", {"BWD": True}, 3, "x x c r r s s"),
+    Kernel("state_scan", {"BWD": True}, STATE_STAGES, "x x c r r s s"),
     Kernel("mix", {"BWD": True}, 3, "x x c c d r r s x d"),
     Kernel("bc_bwd", {"IS_C": True}, 2, "x x x x c c r r s c r"),
     Kernel("bc_bwd", {"IS_C": False}, 2, "x x x x c c r r s c r r"),
@@ -71,6 +72,7 @@ class Config:
     h: int = 24                   # heads
     p: int = 64                   # head dim
     n: int = 64                   # state
+    also: tuple[str, ...] = ()    # folders of results with other versions of triton, to be named
     out: str = "runs/triton_aot"  # folder of result.json
 
 
@@ -131,13 +133,10 @@ def compile_kernel(module, kernel, constants, capability, dtype):
     for i, argument in enumerate(names):
         if argument not in values and argument not in ("L", "batch", "eps"):
             aligned[(i,)] = [["tt.divisibility", 16]]
-    stages = kernel.stages
-    if isinstance(stages, dict):
-        stages = stages[capability]
     return triton.compile(
         triton.compiler.ASTSource(function, types, values, aligned),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": constants["num_warps"], "num_stages": stages})
+        options={"num_warps": constants["num_warps"], "num_stages": kernel.stages})
 
 
 # ---- what came out -------------------------------------------------------------------------------
@@ -234,6 +233,14 @@ def rows_of(cfg, dtype):
                 yield row
 
 
+def other_version(folder):
+    """Of a result with another version of triton: how many kernels compiled, and the most spills.
+    """
+    found = json.loads((folder / "result.json").read_text("utf-8"))["metrics"]
+    return {"triton": found["triton"], "kernels": len(found["kernels"]),
+            "spills": max(row["spills"] for row in found["kernels"])}
+
+
 def main(cfg):
     triton = chunk_scan_triton.triton
     if triton is None:
@@ -245,7 +252,8 @@ def main(cfg):
         for row in rows_of(cfg, getattr(torch, dtype)):
             rows.append(row)
             common.log(json.dumps(row))
-    result = {"triton": triton.__version__, "h": cfg.h, "p": cfg.p, "n": cfg.n, "kernels": rows}
+    result = {"triton": triton.__version__, "h": cfg.h, "p": cfg.p, "n": cfg.n, "kernels": rows,
+              "also": [other_version(common.ROOT / folder) for folder in cfg.also]}
     common.save_result(common.ROOT / cfg.out / "result.json", result, cfg, env)
     common.log(f"{len(rows)} kernels compiled; at most {max(row['spills'] for row in rows)} spill "
                "instructions")
