@@ -101,8 +101,8 @@ PRESETS = {
     "shipped": dict(seqlen=256, steps=600, lr=2e-3, eval_every=0, eval_windows=128),
     "paper": dict(
         weights="goombalab/hydra", vocab="bert-base-uncased", data=(), device="cuda", seqlen=4096,
-        global_batch=112, micro_batch=4, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
-        checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240),
+        global_batch=112, micro_batch=16, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
+        workers=8, eval_every=720, eval_windows=128, save_every=240),  # for 80 GB; 8 fit 40 GB
 }
 FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "save_every",
         "checkpointing", "plugin", "tensorboard")  # what a resumed run may change
@@ -186,7 +186,7 @@ def backward(denoiser, items, weights, count, tokenizer):
     for i, (item, w) in enumerate(zip(items, weights)):
         last = i + 1 == len(items)
         with contextlib.nullcontext() if last or world == 1 else denoiser.no_sync():
-            real = item["x0"] != tokenizer.pad_id
+            real = item["x0"] != tokenizer.pad_id if item["padded"] else None
             ce = denoiser(item["x_t"], item["t"], item["x0"], item["masked"], real)
             loss = cart_loss(ce, item["masked"], w, "sum") / count             # eq. 23
             (loss * world).backward()
@@ -217,7 +217,9 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             items, weights, counts = [], [], []
             for _ in loader.batch_sampler.slots:
                 item = next(micro_batches)
+                padded = (item["x0"] == tokenizer.pad_id).any().item()  # here a GPU need not answer
                 item = {name: v.to(device, non_blocking=True) for name, v in item.items()}
+                item["padded"] = padded
                 w, n = weigh(cfg, item, tokenizer)
                 items.append(item)
                 weights.append(w)

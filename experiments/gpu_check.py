@@ -20,18 +20,17 @@ the rows around a row) comes from a cache. tests/test_gpu_check.py counts it fro
     in_proj                                 0.27
     convolution and SiLU, one pass          0.23
     D and dt                                0.13
-    B and C, modulated                      0.03
     scan: decays                            0.02
     scan: states                            0.42
     scan: y                                 0.44
     norm and gate, one pass                 0.30
     out_proj                                0.15
     residual and LayerNorm, one pass        0.15
-    together                                2.15
+    together                                2.12
 
 The reference Hydra moves 4.97 GB, 2.27 of them in flips, concatenations, rolls and repeats, none of
-which is left. More fusion could still save 0.23: D's own pass over x, x read once for each
-direction's states, and the pass that modulates B and C.
+which is left. More fusion could still save 0.20: D's own pass over x, and x read once for each
+direction's states.
 
 Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians over the rounds
           error   norm of the difference over the norm of what is right, the worst of all tensors
@@ -128,6 +127,15 @@ def scan_error(config, l, dtype, device, seed):
     return error_of(bidirectional_scan, reference, inputs, seed)
 
 
+def convolved(packed, weight, bias, scale, shift):
+    """x, B and C behind `hydra_ssm._unpack` in one tensor, B and C with the same scale and shift.
+    """
+    m = hydra_ssm.Modulation(B_scale=scale, B_shift=shift, C_scale=scale, C_shift=shift)
+    config = HydraConfig(d_model=16, d_state=scale.shape[-1], headdim=16)
+    _, *outputs, _ = hydra_ssm._unpack(packed, weight, bias, m, None, config)
+    return torch.cat([v.flatten(2) for v in outputs], -1)
+
+
 def fused_steps(l, dtype, device, seed, width=48):
     """{name: (a step that is one pass on a GPU, its inputs)}. Rows come from a projection, packed
     beside others, as in the mixer; weights are frozen.
@@ -136,16 +144,21 @@ def fused_steps(l, dtype, device, seed, width=48):
     packed = torch.randn(2, l, 2 * width + 5, generator=generator).to(device, dtype)
     conv = torch.randn(width, 1, 7, generator=generator).to(device, dtype)
     weight, bias = torch.randn(2, width, generator=generator).to(device, dtype)
+    factors = torch.randn(2, 2, 1, 1, 1, 4, generator=generator).to(device)
+    factors = [factor.requires_grad_() for factor in factors]                # b 1 1 g n
+    zxBCdt = packed[..., :32 + width + 4].detach().requires_grad_()          # x 32, B and C 16
     x = packed[..., 3:3 + width].detach().requires_grad_()                   # b l width
     z = packed[..., -width:].detach().requires_grad_()
-    return {"convolution and SiLU": (hydra_ssm._conv_silu, (x, conv, bias)),
+    return {"convolution and SiLU": (convolved, (zxBCdt, conv, bias, *factors)),
             "norm and gate": (hydra_ssm._gated_norm, (x, z, weight)),
             "residual and LayerNorm": (hydra_ssm._add_norm, (x, z, weight, bias))}
 
 
 def fused_error(step, inputs, seed):
-    """Of a fused step's values and gradients, against its own formula, uncompiled in float64."""
-    return error_of(step, step.__wrapped__, inputs, seed)
+    """Of a fused step's values and gradients, against its own formula in float64, which no kernel
+    takes, uncompiled.
+    """
+    return error_of(step, getattr(step, "__wrapped__", step), inputs, seed)
 
 
 def step_results(denoiser, batch):

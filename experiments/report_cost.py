@@ -195,6 +195,8 @@ def kernel_name(row):
     name = row["kernel"]
     if row.get("BWD"):
         return f"{name}, backward"
+    if row.get("MASKED"):
+        return f"{name}, with pads"
     if "IS_C" in row:
         return f"{name}, dC" if row["IS_C"] else f"{name}, dB"
     return name
@@ -219,11 +221,14 @@ def kernels_section():
     found = result.metrics
     spilling = [row for row in found["kernels"] if row["spills"]]
     dtypes = sorted({row["dtype"] for row in spilling}) or ["none"]
+    others = ", ".join(other["triton"] for other in found["also"])
     says = f"""
         On a GPU the scan runs as Triton kernels, forward and backward, where tensors are bfloat16
-        or float32 and head dim and state are 16, 32 or 64. They are tested against a float64 loop
-        in Triton's interpreter, and compiled for sm_80 and sm_90 without a device; no GPU time has
-        been measured. The table is of bfloat16 at the released sizes. Of the
+        or float32 and head dim and state are 16, 32 or 64; so do convolution, SiLU and eq. 4
+        (`conv`), and norm and gate (`gate`). They are tested against float64 loops in Triton's
+        interpreter, and compiled for sm_80 and sm_90 without a device by Triton
+        {found['triton']} and {others}; no GPU time has been measured. The table is of bfloat16 at
+        the released sizes. Of the
         {len(found['kernels'])} compiled kernels of both types, {len(spilling)} spill registers
         ({', '.join(dtypes)}). `python -m experiments.gpu_check` is the command that times them
         on a GPU."""

@@ -730,7 +730,7 @@ def test_a_backbone_with_another_vocabulary_is_refused(work):
 TABLES = dict(  # Tables 6 to 8, and our reading of them
     weights="goombalab/hydra", vocab="bert-base-uncased", seqlen=4096, global_batch=112,
     steps=14_400, warmup=720, lr=6e-4, min_lr_ratio=0.1, weight_decay=0.01, clip=1.0, cart_p=0.45,
-    mlp_dim=256, n_shifts=None, bf16=True, checkpointing=True, workers=8, weighting="cart",
+    mlp_dim=256, n_shifts=None, bf16=True, checkpointing=False, workers=8, weighting="cart",
     modulate="full", device="cuda", data=())
 
 
