@@ -52,6 +52,7 @@ class Config:
     # NAME=PATH[,PATH...]; the held-out part of "embedded", shards and what is also in --train
     data: tuple[str, ...] = ("embedded",)
     weights: str = "small"                  # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False                    # NOT it, but what the paper's code makes of it
     vocab: str = "bytes"                    # "bytes", "bert-base-uncased" or a vocab.txt
     train: tuple[str, ...] = ("embedded",)  # text trained on: its unigram is the reference
     # Table 2: what adapters may reach; controls for the first, a row for each of the others
@@ -764,7 +765,7 @@ def main(cfg):
     run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights, device=device)
+    model = load_backbone(cfg.weights, device=device, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     adapters = load_adapters(cfg.adapter, model.config, device)
     env = common.banner("evaluate.py", cfg, device, model)

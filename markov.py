@@ -445,6 +445,7 @@ class Config:
     """Draw the memory profiles of adapters at frozen times, and a layer's mixer as a matrix."""
     adapter: tuple[str, ...] = ()        # run folders or files; default: the shipped ones
     weights: str = "small"               # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False                 # NOT it, but what the paper's code makes of it
     data: tuple[str, ...] = ("embedded",)  # text of the sample
     vocab: str = "bytes"                 # "bytes", "bert-base-uncased" or a vocab.txt
     seqlen: int = 128                    # tokens of a window
@@ -483,7 +484,7 @@ def masked_sample(cfg, tokenizer):
 def main(cfg):
     run_plugin(cfg.plugin)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights)
+    model = load_backbone(cfg.weights, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     check_config(cfg, model)
     env = common.banner("markov.py", cfg, "cpu", model)

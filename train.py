@@ -61,6 +61,7 @@ class Config(AdapterConfig):
     preset: Literal["demo", "shipped", "paper"] = "demo"  # shipped: the adapters in assets/
     name: str = ""                  # run folder under runs/; default <preset>_<kernel>
     weights: str = "small"          # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False            # NOT it, but what the paper's code makes of it (published.py)
     vocab: str = "bytes"            # "bytes", "bert-base-uncased" or the path of a vocab.txt
     data: tuple[str, ...] = ("embedded",)  # text files, folders of them, or shards
     valid: tuple[str, ...] = ()     # held-out text; default: 5 % of --data, on which none trains
@@ -362,7 +363,7 @@ def begin(cfg, folder, inputs, env, denoiser, optimizer, device):
 def make_denoiser(cfg, device, backbone=None):
     """The frozen backbone of cfg.weights, or the one given, and a new adapter for it."""
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    backbone = backbone or load_backbone(cfg.weights, dtype, device)
+    backbone = backbone or load_backbone(cfg.weights, dtype, device, sliced=cfg.sliced)
     backbone.checkpointing = cfg.checkpointing
     torch.manual_seed(cfg.seed)  # the adapter's first weights; nothing else draws from this stream
     adapter = make_adapter(cfg.kernel, backbone.config, **adapter_settings(cfg)).to(device)
@@ -479,6 +480,8 @@ def next_command(cfg, path):
         command += ["--plugin", cfg.plugin]
     if cfg.weights != "small":
         command += ["--weights", cfg.weights, "--vocab", cfg.vocab]
+    if cfg.sliced:
+        command += ["--sliced"]
     if cfg.seqlen != Config.seqlen:
         command += ["--seqlen", str(cfg.seqlen)]
     if cfg.data != ("embedded",):

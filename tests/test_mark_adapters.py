@@ -477,7 +477,7 @@ def test_a_fourth_geometry_is_one_class_and_one_registry_entry(monkeypatch):
 
 @pytest.mark.parametrize("kernel, settings, message", [
     ("cubic", {}, "hypernet, cheb"), ("hypernet", {"n_shifts": 5}, "divisor of the backbone's"),
-    ("dct", {"init": "zeros"}, "keep or default"), ("dct", {"bounded_shifts": False}, "hypernet"),
+    ("dct", {"init": "zeros"}, "keep, default or published"), ("dct", {"bounded_shifts": False}, "hypernet"),
     ("chebyshev", {"degree": 1}, "degree"), ("dct", {"n_freqs": 300}, "timepoints: got 256"),
     ("hypernet", {"n_shifts": 0}, "n_shifts"), ("lora", {"lora_rank": 0}, "lora_rank")])
 def test_a_wrong_setting_is_one_line(kernel, settings, message):
