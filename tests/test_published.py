@@ -11,12 +11,15 @@ import os
 import pytest
 import tiny
 import torch
-from helpers import FIXTURES, public_code_state, write_lightning_layout
+from helpers import FIXTURES, public_code_state, write_lightning_layout, write_released_layout
 from safetensors import safe_open
 
 import common
 from cart import cart_loss, cart_weights
 from chunk_scan import bidirectional_scan, narrow_heads
+import checkpoint
+import text
+import train
 from checkpoint import load_adapter, load_adapters, load_backbone, save_adapter
 from hydra_ssm import HydraConfig
 from mark_adapters import GEOMETRIES, make_adapter
@@ -293,6 +296,102 @@ def test_a_zip_of_something_else_is_no_adapter(tmp_path):
     assert "plain.pt" in refusal(load_adapter, tmp_path / "plain.pt", CONFIG)
     torch.save(load_backbone("small").state_dict(), tmp_path / "backbone.pt")
     assert "adapter" in refusal(load_adapter, tmp_path / "backbone.pt", CONFIG)
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def test_the_preset_differs_from_the_papers_by_what_the_public_code_does():
+    differs = {name: value for name, value in train.PRESETS["published"].items()
+               if train.PRESETS["paper"].get(name) != value}
+    assert differs == train.PUBLISHED
+    cfg = common.from_preset(train.Config, train.PRESETS, "published")
+    assert (cfg.global_batch, cfg.warmup, cfg.steps, cfg.lr) == (112, 720, 14_400, 6e-4)
+    assert cfg.beta_A == pytest.approx(0.5 * torch.tensor(0.2).sigmoid().item())
+    rates = [train.learning_rate(k, 14_400, 720, 6e-4, 0.1, cfg.warmup_from_zero)
+             for k in (0, 1, 720)]
+    assert rates == pytest.approx([0, 6e-4 / 720, 6e-4])
+
+
+def test_pads_are_context_only_where_the_public_code_is_followed():
+    tokenizer = text.ByteTokenizer()
+    x0 = torch.full((1, 12), 65)
+    x0[:, 6:] = tokenizer.pad_id
+    masked = torch.zeros(1, 12, dtype=torch.bool)
+    masked[0, 5] = True
+    item = {"x0": x0, "masked": masked, "t": torch.tensor([0.5])}
+    w, _ = train.weigh(train.Config(pads_as_context=True), item, tokenizer)
+    half = sum(0.45 * 0.55 ** k for k in range(5)) / 2
+    more = sum(0.45 * 0.55 ** k for k in range(6)) / 2
+    assert w[0, 5].item() == pytest.approx(half + more, rel=1e-6)
+    w, _ = train.weigh(train.Config(), item, tokenizer)
+    assert w[0, 5].item() == pytest.approx(half, rel=1e-6)
+
+
+@pytest.mark.parametrize("flag, value", [("--stratified", ()), ("--t-hole", (0.2, 0.4))])
+def test_settings_that_one_t_per_batch_excludes_are_refused(flag, value):
+    run = tiny.command("train.py", "--t-per-batch", flag, *value)
+    assert run.status == 2 and "--t-per-batch" in run.err and run.err.count("\n") == 1
+    run = tiny.command("train.py", "--t-jitter", 0.05, "--weighting", "elbo")
+    assert run.status == 2 and "--t-jitter" in run.err
+
+
+@pytest.fixture
+def released(tmp_path, monkeypatch):
+    """Flags of a small backbone in the released layout, whose results go to tmp_path."""
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    tiny.write_inputs(tmp_path)
+    config = dataclasses.replace(CONFIG, vocab_size=260, headdim=16)  # sliced, 4 heads of 32
+    write_released_layout(tmp_path / "hydra.pt", config, rows=260)
+    return ["--weights", tmp_path / "hydra.pt", "--vocab", "bytes"]
+
+
+@pytest.mark.parametrize("kernel", GEOMETRIES)
+def test_the_published_run_trains_scores_and_says_that_it_is_a_misreading(released, tmp_path,
+                                                                          kernel):
+    run = tiny.command("train.py", "--preset", "published", "--kernel", kernel, *released,
+                       "--data", tmp_path / "text.txt", "--device", "cpu", "--seqlen", 32,
+                       "--global-batch", 4, "--max-steps", 2, "--workers", 0, "--eval-windows", 4,
+                       "--eval-every", 0)
+    assert run.status == 0, run.err
+    assert "NOT the released Hydra-BERT" in run.out and "--sliced" in run.out
+    folder = tmp_path / f"runs/published_{kernel}"
+    losses = [row for row in checkpoint.read_metrics(folder) if "loss" in row]
+    assert losses[-1]["lr"] == pytest.approx(6e-4 / 720), "the second step's: the first has none"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["metrics"]["spread"]["start"]["hidden"] < 1e-4
+    model = load_backbone(released[1], sliced=True)
+    adapter, about = load_adapter(folder, model.config)
+    assert about["sliced"] is True and adapter.settings["rounded_angle"]
+    assert "belongs to another" in refusal(load_adapter, folder, load_backbone(released[1]).config)
+    scored = tiny.command("evaluate.py", "--adapter", folder, *released, "--sliced", "--windows", 4,
+                          "--seeds", 1, "--data", tmp_path / "text.txt")
+    assert scored.status == 0, scored.err
+    assert "NOT the released Hydra-BERT" in scored.out and "shuffled t" in scored.out
+
+
+def test_a_checkpoint_is_scored_with_our_controls_by_one_command(released, tmp_path):
+    path = tmp_path / "best_hydra_mark.ckpt"
+    write(path, "chebyshev", bf16=True, config=dataclasses.replace(CONFIG, vocab_size=260))
+    run = tiny.command("evaluate.py", "--adapter", path, "--weights", path, "--vocab", "bytes",
+                       "--data", f"text={tmp_path / 'text.txt'}", "--windows", 4, "--seeds", 2)
+    assert run.status == 0, run.err
+    assert "NOT the released Hydra-BERT" in run.out and "constant t" in run.out
+    found = json.loads((tmp_path / "runs/evaluate/best_hydra_mark.ckpt/result.json").read_text())
+    assert "best_hydra_mark.ckpt, shuffled t" in found["metrics"]["scores"]["text"]
+
+
+@pytest.mark.parametrize("script", ["sample.py", "certify.py", "markov.py"])
+def test_the_other_scripts_take_a_checkpoint_too(released, tmp_path, script):
+    path = tmp_path / "best_hydra_mark.ckpt"
+    write(path, "dct", config=dataclasses.replace(CONFIG, vocab_size=260))
+    small = {"sample.py": ["--steps", 2, "--length", 8], "certify.py": ["--windows", 2],
+             "markov.py": ["--windows", 2, "--grid", 5, "--seqlen", 32]}[script]
+    run = tiny.command(script, "--adapter", path, "--weights", path, *small)
+    assert run.status == 0, run.err
+    assert "NOT the released Hydra-BERT" in run.out
+    run = tiny.command(script, *released[:2], "--sliced", "--adapter", path, *small)
+    assert run.status == 2 and "belongs to another backbone" in run.err
 
 
 # ---- the hub -------------------------------------------------------------------------------------
