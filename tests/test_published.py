@@ -7,11 +7,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 
 import pytest
 import tiny
 import torch
-from helpers import FIXTURES, public_code_state, write_lightning_layout, write_released_layout
+from helpers import (FIXTURES, ROOT, public_code_state, write_lightning_layout,
+                     write_released_layout)
 from safetensors import safe_open
 
 import common
@@ -22,7 +24,7 @@ import text
 import train
 from checkpoint import load_adapter, load_adapters, load_backbone, save_adapter
 from hydra_ssm import HydraConfig
-from mark_adapters import GEOMETRIES, make_adapter
+from mark_adapters import GEOMETRIES, adapter_size, make_adapter
 from published import SlicedHydra, sliced_backbone
 
 CONFIG = HydraConfig(vocab_size=50, d_model=64, n_layer=2, d_state=24, headdim=32)  # 4 heads
@@ -368,6 +370,41 @@ def test_the_published_run_trains_scores_and_says_that_it_is_a_misreading(releas
                           "--seeds", 1, "--data", tmp_path / "text.txt")
     assert scored.status == 0, scored.err
     assert "NOT the released Hydra-BERT" in scored.out and "shuffled t" in scored.out
+
+
+@pytest.mark.slow
+def test_full_size_rehearsal_of_the_published_run(tmp_path):
+    """Random weights of the released layout, sliced; length 512 in place of 4,096; two steps.
+
+    MARK_PUBLISH=1 writes the measurement to runs/rehearsal_published/, for experiments.publish.
+    """
+    from test_train import launch, write_full_size_inputs
+    write_full_size_inputs(tmp_path)
+    given = ["--preset", "published", "--weights", str(tmp_path / "hydra.pt"), "--vocab",
+             str(tmp_path / "vocab.txt"), "--data", str(tmp_path / "text.txt"), "--device", "cpu",
+             "--seqlen", "512", "--global-batch", "2", "--max-steps", "2", "--workers", "1"]
+    began = time.time()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARK_ROOT", str(tmp_path))
+        lines, peak = launch(str(ROOT / "train.py"), *given, cwd=tmp_path)
+    seconds = time.time() - began
+    assert any("NOT the released Hydra-BERT" in line for line in lines)
+    folder = tmp_path / "runs/published_hypernet"
+    trained = [row for row in checkpoint.read_metrics(folder) if "loss" in row]
+    assert trained[-1]["step"] == 2 and 0 < trained[-1]["loss"] < 20
+    model = load_backbone(tmp_path / "hydra.pt", sliced=True)
+    assert (model.config.nheads, model.config.headdim) == (12, 128)
+    adapter, _ = load_adapter(folder, model.config)
+    assert adapter_size(adapter) == 6_268_765
+    env = {"script": "train", "began": began, **common.environment()}
+    result = {"command": ["train.py", *given[:2], *given[8:]], "seconds": seconds,
+              "tokens_per_second": trained[-1]["tokens_per_second"], "peak_bytes": peak,
+              "parameters": sum(p.numel() for p in model.parameters()),
+              "adapter_parameters": adapter_size(adapter)}
+    if os.environ.get("MARK_PUBLISH"):
+        settings = {"preset": "published", "kernel": "hypernet"}
+        common.save_result(ROOT / "runs/rehearsal_published/result.json", result, settings, env)
+    print(json.dumps(result, indent=1))
 
 
 def test_a_checkpoint_is_scored_with_our_controls_by_one_command(released, tmp_path):
