@@ -16,6 +16,7 @@ IMPORT_ORDER = (  # the paper, and on it, on the second floor, the experiments
     *(f"experiments.{name}" for name in (
         "mixture", "pretrain", "byte_transformer", "hankel", "hrm_adapter", "scan_bench", "measure",
         "plan", "gpu_check", "bench", "study_cells", "study_tables", "study_figures", "study",
+        "published_t",
         "publish", "report_pieces", "report_scores", "report_operators", "report_study",
         "report_cost", "report_hrm", "report_figures", "report_claims", "report")))
 ROOT_FLOOR = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
