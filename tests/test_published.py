@@ -23,7 +23,8 @@ import checkpoint
 import text
 import train
 from checkpoint import load_adapter, load_adapters, load_backbone, save_adapter
-from hydra_ssm import HydraConfig
+from experiments import pretrain
+from hydra_ssm import HydraBert, HydraConfig
 from mark_adapters import GEOMETRIES, adapter_size, make_adapter
 from published import SlicedHydra, sliced_backbone
 
@@ -158,14 +159,32 @@ def test_slicing_while_loading_is_slicing_what_was_loaded(tmp_path):
     assert dataclasses.replace(sliced.config, weights="") == by_hand.config
     assert sliced.config.weights not in ("", model.config.weights)
     odd = HydraConfig(20, d_model=6, n_layer=1, d_state=2, headdim=4, chunk_size=32)  # 3 heads
-    from hydra_ssm import HydraBert
     assert "3 heads" in refusal(sliced_backbone, HydraBert(odd))
+
+
+def test_the_sliced_backbone_is_the_one_of_the_public_code_row_by_row(tmp_path):
+    tiny.write_inputs(tmp_path)
+    model = load_backbone(tmp_path / "backbone.safetensors")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    sliced = sliced_backbone(model)
+    full, half = tiny.CONFIG, sliced.config
+    assert (half.nheads, half.headdim) == (full.nheads // 2, 2 * full.headdim)
+    rows = 2 * full.d_inner + 4 * full.d_state           # of z, x, B and C
+    for layer, whole in zip(sliced.layers, model.layers):
+        old, new = whole.mixer.in_proj.weight, layer.mixer.in_proj.weight
+        assert torch.equal(new[:rows], old[:rows])
+        forward = old[rows:rows + full.nheads]           # of the forward dt: 4 heads
+        assert torch.equal(new[rows:], forward)          # its second half now is the backward dt
+        for name in ("A_log", "dt_bias", "D"):
+            assert torch.equal(getattr(layer.mixer, name), getattr(whole.mixer, name)[:half.nheads])
+        assert torch.equal(layer.mixer.fc_D.weight, whole.mixer.fc_D.weight[:half.nheads])
+        assert torch.equal(layer.mixer.out_proj.weight, whole.mixer.out_proj.weight)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert (HydraConfig(headdim=128).d_in_proj, HydraConfig(headdim=128).nheads) == (3352, 12)
 
 
 def test_an_adapter_of_the_sliced_model_is_not_loaded_into_the_whole_one(tmp_path):
     """Both have 12 shifts where there are 24 heads and 12, so shapes cannot tell."""
-    from experiments import pretrain
-    from hydra_ssm import HydraBert
     whole = HydraConfig(20, d_model=48, n_layer=1, d_state=4, headdim=4, chunk_size=32)  # 24 heads
     pretrain.save_backbone(tmp_path / "b.safetensors", HydraBert(whole))
     models = [load_backbone(tmp_path / "b.safetensors", sliced=sliced) for sliced in (False, True)]

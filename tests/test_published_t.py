@@ -1,4 +1,4 @@
-"""What the published setup does to t: the count by a loop over bits, twins that differ in t alone."""
+"""The published path from t to h: its count by a loop over bits, twins that differ in t alone."""
 import dataclasses
 import struct
 
