@@ -48,6 +48,9 @@ BINS = 10  # of t, for the cross-entropy per masked token
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Score adapters on held-out text."""
+    # table1: ten seeds; table2: ten seeds and every column of Table 2, one adapter masked; name the
+    # paper's text with --data wikitext=PATH
+    preset: Literal["quick", "table1", "table2"] = "quick"
     adapter: tuple[str, ...] = ()           # run folders or files; default: the shipped ones
     # NAME=PATH[,PATH...]; the held-out part of "embedded", shards and what is also in --train
     data: tuple[str, ...] = ("embedded",)
@@ -63,6 +66,13 @@ class Config:
     plugin: str = ""                        # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 42                          # the first of the seeds
+
+
+PRESETS = {
+    "quick": {},
+    "table1": dict(seeds=10),
+    "table2": dict(seeds=10, modulate=MODES),
+}
 
 
 # ---- draws ---------------------------------------------------------------------------------------
@@ -807,4 +817,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    common.run_cli(Config, main)
+    common.run_cli(Config, main, PRESETS)

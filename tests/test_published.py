@@ -6,6 +6,7 @@ returned for them, in float64 and in bfloat16 (github.com/ibitec7/mark, commit 1
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 
@@ -16,15 +17,17 @@ from helpers import (FIXTURES, ROOT, public_code_state, write_lightning_layout,
                      write_released_layout)
 from safetensors import safe_open
 
-import common
-from cart import cart_loss, cart_weights
-from chunk_scan import bidirectional_scan, narrow_heads
 import checkpoint
+import common
+import evaluate
+import markov
 import text
 import train
+from cart import cart_loss, cart_weights
+from chunk_scan import bidirectional_scan, narrow_heads
 from checkpoint import load_adapter, load_adapters, load_backbone, save_adapter
 from experiments import pretrain
-from hydra_ssm import HydraBert, HydraConfig
+from hydra_ssm import MODES, HydraBert, HydraConfig
 from mark_adapters import GEOMETRIES, adapter_size, make_adapter
 from published import SlicedHydra, sliced_backbone
 
@@ -448,6 +451,79 @@ def test_the_other_scripts_take_a_checkpoint_too(released, tmp_path, script):
     assert "NOT the released Hydra-BERT" in run.out
     run = tiny.command(script, *released[:2], "--sliced", "--adapter", path, *small)
     assert run.status == 2 and "belongs to another backbone" in run.err
+
+
+# ---- Figure 3 and Table 2 ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [20, 400])
+def test_figure_3_by_the_public_recipe_is_its_formula_head_by_head(tmp_path, length):
+    """A loop over layers, heads and lags in float64. A text of 20 tokens is a pad at position 256:
+    there B and C are SiLU of the convolution's bias; one of 400 is read.
+    """
+    write(tmp_path / "best.ckpt", "dct")
+    model = load_backbone(tmp_path / "best.ckpt", torch.float64)
+    adapter, _ = load_adapter(tmp_path / "best.ckpt", model.config, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 50, (length,), generator=draw)
+    found = markov.published_profiles(model, adapter, ids, pad_id=0)
+
+    d_inner, n = model.config.d_inner, model.config.d_state
+    Bs, Cs = [], []
+    for y, layer in enumerate(model.layers):
+        if length == 20:
+            bias = layer.mixer.conv1d.bias
+            BC = bias * torch.sigmoid(bias)
+        else:
+            padded = torch.nn.functional.pad(ids, (0, 512 - length))[None]
+            u = markov.mixer_inputs(model, padded, adapter(0.5), padded != 0)[y]
+            rows = layer.mixer.in_proj(u)[0, 253:260, d_inner:2 * d_inner + 4 * n]   # 7 channels
+            BC = (rows * layer.mixer.conv1d.weight[:, 0].T).sum(0) + layer.mixer.conv1d.bias
+            BC = BC * torch.sigmoid(BC)
+        Bs.append(BC[d_inner:d_inner + n])
+        Cs.append(BC[d_inner + n:d_inner + 2 * n])
+    lags = markov.LAGS.tolist()
+    for i, tau in enumerate((0.0, 0.25, 0.5, 0.75, 1.0, None)):
+        m = None if tau is None else adapter(1 - tau)
+        for k in (0, 1, 64, 100):
+            total = 0.0
+            for y, layer in enumerate(model.layers):
+                B, C, A_log, dt = Bs[y], Cs[y], layer.mixer.A_log, layer.mixer.dt_bias
+                if m is not None:
+                    B = B * m.B_scale[y, 0] + m.B_shift[y, 0]
+                    C = C * m.C_scale[y, 0] + m.C_shift[y, 0]
+                    A_log, dt = A_log + m.A[y, 0], dt + m.dt[y, 0]
+                for h in range(4):
+                    own = slice(6 * h, 6 * h + 6)                  # 24 states for 4 heads
+                    decay = math.exp(-math.exp(A_log[h]) * math.log1p(math.exp(dt[h])))
+                    total += (B[own] @ C[own] * decay ** lags[k]).item() ** 2
+            assert found[i][k] == pytest.approx(math.sqrt(total), rel=1e-9), (tau, k)
+
+
+def test_the_public_figure_and_table_2_are_options_of_the_scripts(released, tmp_path):
+    path = tmp_path / "best_hydra_mark.ckpt"
+    write(path, "hypernet", config=dataclasses.replace(CONFIG, vocab_size=260))
+    given = ["--adapter", path, "--weights", path]
+    run = tiny.command("markov.py", *given, "--published", "--windows", 2, "--grid", 5,
+                       "--seqlen", 32, "--data", tmp_path / "text.txt")
+    assert run.status == 0, run.err
+    folder = tmp_path / "runs/markov/best_hydra_mark.ckpt"
+    found = json.loads((folder / "result.json").read_text())["metrics"]
+    assert len(found["published"]["best_hydra_mark.ckpt"]) == 6
+    assert (folder / "fig3_published.png").stat().st_size > 1000
+
+    assert evaluate.PRESETS["table2"] == {"seeds": 10, "modulate": MODES}
+    run = tiny.command("evaluate.py", "--preset", "table2", *given, "--seeds", 2, "--data",
+                       f"wikitext={tmp_path / 'text.txt'}", "--train", tmp_path / "text.txt",
+                       "--windows", 2, "--seqlen", 32)
+    assert run.status == 0, run.err
+    found = json.loads((tmp_path / "runs/evaluate/best_hydra_mark.ckpt/result.json").read_text())
+    scores = found["metrics"]["scores"]["wikitext"]
+    rows = [f"best_hydra_mark.ckpt, {mode}" for mode in MODES[1:]]
+    assert {"best_hydra_mark.ckpt", "frozen", *rows} <= set(scores)
+    assert all(len(scores[row]["cart"]) == 2 for row in rows)
+    assert scores["best_hydra_mark.ckpt, none"]["cart"] == scores["frozen"]["cart"]
 
 
 # ---- the hub -------------------------------------------------------------------------------------
