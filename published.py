@@ -1,4 +1,4 @@
-"""The paper's own files, and its reading of the released weights, in this repository's terms.
+r"""The paper's own files, and its reading of the released weights, in this repository's terms.
 
 Run:      not a script; `load_backbone(FILE)` and `load_adapter(FILE, config)` of checkpoint.py read
           a best_hydra_mark.ckpt, and `load_backbone("goombalab/hydra", sliced=True)` is the model
@@ -15,6 +15,15 @@ Symbols:  tau   1 - t, what the public code feeds its adapter    y layer, i in, 
 Differs from the paper: it speaks of the released checkpoint; its code keeps half of that. A model
           of this file is therefore marked as a misreading wherever a script opens with it. Nothing
           here is needed to train or score the way that we recommend.
+Not run:  the real files could not be had where this was made. With a network, REVISION being the
+          commit that the hub shows for a repository, of which no hash is known here:
+              python evaluate.py --preset table1 --adapter mark-ssm/hydra_mark_hypernet@REVISION \
+                  --weights mark-ssm/hydra_mark_hypernet@REVISION --vocab bert-base-uncased \
+                  --data wikitext=wikitext_test.txt --train wikitext_valid.txt --seqlen 4096
+              python evaluate.py --preset table2 ... (the same), and markov.py --published ...
+              torchrun --nproc-per-node 2 train.py --preset published --data shards/
+          and the released weights as that code reads them, `--weights goombalab/hydra --sliced`.
+          Of the hub's names only mark-ssm/hydra_mark_hypernet is known, from its code's documents.
 Upstream: github.com/ibitec7/mark, commit 18a855b: src/mark.py, src/hydra_modules.py, src/nemo.py
           (what a checkpoint holds), src/transfer.py, src/hydra.py, src/hydra_heads.py (the model).
 """

@@ -1,12 +1,12 @@
 """What the published setup does to t: is it told apart, is it kept, is it worth anything?
 
-Run:      python -m experiments.published_t                (350 steps, 3 seeds: 30 minutes)
-          python -m experiments.published_t --steps 2000   (2.5 hours; resumes what was begun)
-Last line: "wrote runs/published_t/350_steps/result.json"
+Run:      python -m experiments.published_t                (350 steps, 3 seeds: 50 minutes)
+          python -m experiments.published_t --steps 2000   (5 hours; a third with --paths published)
+Last line: "wrote runs/published_t/hypernet_350/result.json"
 
 An adapter is trained on the small backbone along several paths from t to h, and beside each run a
 blind twin, told t = 0.5 in training and afterwards. What t is worth is the twin's loss less the
-adapter's, on the same windows, t and masks.
+adapter's, on the same windows, t and masks. The same command goes on with what was begun.
 
     published     --preset published of train.py, but for sizes and backbone
     exact angle   the same without the rounding of bf16-true
@@ -24,6 +24,7 @@ Upstream: github.com/ibitec7/mark, commit 18a855b: src/train.py, src/hydra_modul
 import contextlib
 import dataclasses
 import time
+from typing import Literal
 
 import torch
 
@@ -37,10 +38,20 @@ from mark_adapters import GEOMETRIES, make_adapter
 from text import make_tokenizer
 
 
+ELSEWHERE = ("kernel", "sliced")  # of the preset; the small backbone keeps all its heads
+PUBLISHED = {name: v for name, v in train.PUBLISHED.items() if name not in ELSEWHERE}
+PATHS = {  # {name: settings of train.Config}
+    "published": PUBLISHED,
+    "exact angle": PUBLISHED | {"rounded_angle": False},
+    "kept": PUBLISHED | {"rounded_angle": False, "init": "keep", "mlp_norm": True},
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Train adapters and their blind twins along several paths from t to h."""
     kernel: str = "hypernet"               # a geometry: hypernet, chebyshev or dct
+    paths: tuple[Literal[tuple(PATHS)], ...] = tuple(PATHS)
     steps: int = 350                       # of each training
     seeds: int = 3                         # 42, 142, ...
     seqlen: int = 128                      # tokens of a window
@@ -49,15 +60,6 @@ class Config:
     data: tuple[str, ...] = ("embedded",)  # text to train on; its held-out part is scored
     weights: str = "small"                 # backbone: "small", "goombalab/hydra" or a path
     out: str = "runs/published_t"          # a folder in it holds the result
-
-
-KEPT = ("sliced",)  # of the preset, what is not repeated here: the small backbone has all its heads
-PUBLISHED = {name: v for name, v in train.PUBLISHED.items() if name not in ("kernel", *KEPT)}
-PATHS = {  # {name: settings of train.Config}
-    "published": PUBLISHED,
-    "exact angle": PUBLISHED | {"rounded_angle": False},
-    "kept": PUBLISHED | {"rounded_angle": False, "init": "keep", "mlp_norm": True},
-}
 
 
 # ---- the angle -----------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def train_settings(cfg, path, seed, blind):
         data=cfg.data, seqlen=cfg.seqlen, global_batch=cfg.global_batch,
         micro_batch=cfg.global_batch, steps=cfg.steps, warmup=warmup, lr=preset["lr"],
         eval_every=0, eval_windows=32, save_every=100, device="cpu", resume=True, seed=seed,
-        blind=blind, **PATHS[path])
+        blind=blind, mlp_dim=preset["mlp_dim"], **PATHS[path])
 
 
 def trained(cfg, path, seed, blind, model):
@@ -190,7 +192,7 @@ def main(cfg):
     draws = make_draws(valid, tokenizer, cfg.seqlen, cfg.windows)
     frozen = sequence_losses(model, None, draws)
     by_path = {}
-    for path in PATHS:
+    for path in cfg.paths:
         by_path[path] = []
         for seed in common.SEEDS[:cfg.seeds]:
             began = time.time()
@@ -202,11 +204,12 @@ def main(cfg):
                f"\n\n{shown['paths']}\n")
     common.log(f"different embeddings of the {embeddings['reachable']:,} t that the public code "
                f"can draw, by tenths of t\n\n{shown['embeddings']}\n")
-    folder = common.ROOT / cfg.out / f"{cfg.steps}_steps"
+    name = f"{cfg.kernel}_{cfg.steps}"
+    folder = common.ROOT / cfg.out / name
     result = {"paths": by_path, "embeddings": embeddings, "tables": shown,
               "windows": draws.distinct}
     common.save_result(folder / "result.json", result, cfg, env)
-    common.log(f"wrote {cfg.out}/{cfg.steps}_steps/result.json")
+    common.log(f"wrote {cfg.out}/{name}/result.json")
     return result
 
 

@@ -18,7 +18,8 @@ IMPORT_ORDER = (  # the paper, and on it, on the second floor, the experiments
         "plan", "gpu_check", "bench", "study_cells", "study_tables", "study_figures", "study",
         "published_t",
         "publish", "report_pieces", "report_scores", "report_operators", "report_study",
-        "report_cost", "report_hrm", "report_figures", "report_claims", "report")))
+        "report_cost", "report_published", "report_hrm", "report_figures", "report_claims",
+        "report")))
 ROOT_FLOOR = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 EXPERIMENTS = {f"experiments.{path.stem}": path
                for path in sorted(ROOT.glob("experiments/*.py")) if path.stem != "__init__"}

@@ -1,5 +1,6 @@
 """The published path from t to h: its count by a loop over bits, twins that differ in t alone."""
 import dataclasses
+import shutil
 import struct
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 import common
 import train
-from experiments import published_t
+from experiments import published_t, report_published
+from experiments.report_pieces import render_section
 from hydra_ssm import HydraConfig
 from mark_adapters import make_adapter
 
@@ -50,19 +52,22 @@ def test_a_twin_differs_in_being_blind_alone_and_the_preset_is_kept():
 
 def test_twins_are_trained_once_and_worth_and_spread_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    two = {name: published_t.PATHS[name] for name in ("published", "kept")}
-    monkeypatch.setattr(published_t, "PATHS", two)
     monkeypatch.setattr(train, "draw_run", lambda *args: None)  # most of the time
     tiny.write_inputs(tmp_path)
     cfg = published_t.Config(weights=str(tmp_path / "backbone.safetensors"), seeds=1, steps=3,
                              data=(str(tmp_path / "text.txt"),), seqlen=24, global_batch=4,
-                             windows=12)
+                             windows=12, paths=("published", "kept"))
     published_t.main(cfg)
-    folder = tmp_path / "runs/published_t/3_steps"
+    folder = tmp_path / "runs/published_t/hypernet_3"
     found = common.read_json(folder / "result.json", "metrics")["metrics"]
     start = {path: rows[0]["spread"]["start"]["hidden"] for path, rows in found["paths"].items()}
     assert start["published"] < 1e-4 < 0.1 < start["kept"]
     assert "| published |" in found["tables"]["paths"]
+    (tmp_path / "results/published_t").mkdir(parents=True)
+    shutil.copy(folder / "result.json", tmp_path / "results/published_t/hypernet_350.json")
+    page = render_section(report_published.sections()[0])
+    assert "1,276 different embeddings of the 303,792 t" in page and "(n/a)" in page
+    assert "python -m experiments.published_t" in page
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("adapter.safetensors")}
     assert len(before) == 4
     published_t.main(cfg)
