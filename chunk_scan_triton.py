@@ -55,7 +55,7 @@ except ImportError:  # chunk_scan.py then takes its PyTorch path
 
 SIZES = (16, 32, 64)  # of p and n: tiles of 128 overflow shared memory
 PROGRAMS = 512        # as many keep a large GPU busy
-STATE_STAGES = 2      # of state_scan's loads: with three, a multiprocessor holds three blocks, not four
+STATE_STAGES = 2      # of state_scan's loads: with three, a multiprocessor holds 3 blocks, not 4
 
 
 # ---- what several kernels do ---------------------------------------------------------------------

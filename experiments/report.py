@@ -16,8 +16,8 @@ Differs from the paper: nothing.
 import dataclasses
 
 import common
-from experiments import (report_cost, report_hrm, report_operators, report_scores, report_study,
-                         report_worth)
+from experiments import (report_cost, report_hrm, report_operators, report_published,
+                         report_scores, report_study, report_worth)
 from experiments.report_claims import claims_table, with_claims
 from experiments.report_figures import FIGURES, draw_figures
 from experiments.report_pieces import anchor, render_section, wrapped
@@ -83,6 +83,7 @@ def first_part():
         report_cost.plan_section(),
         report_cost.rehearsal_section(),
         report_cost.peers_section(),
+        *report_published.sections(),
         report_cost.scan_section(),
         report_cost.kernels_section(),
         report_cost.mutations_section(),

@@ -2,7 +2,7 @@
 
 Run:      python tests/compile_kernels.py        (bfloat16, within a minute)
           python tests/compile_kernels.py --dtypes bfloat16 float32 --also runs/triton_3.6.0
-          python -m experiments.publish runs/triton_aot        (what the table in RESULTS is made of)
+          python -m experiments.publish runs/triton_aot      (what the table in RESULTS is made of)
 Last line: "N kernels compiled; at most N spill instructions"
 
 Prints a line of JSON for each kernel on sm_80 and sm_90, and writes result.json:

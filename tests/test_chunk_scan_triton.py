@@ -38,7 +38,7 @@ if INTERPRETED:
 
 import chunk_scan_triton  # noqa: E402
 import test_chunk_scan as plain  # noqa: E402
-from chunk_scan import A_MIN, bidirectional_scan  # noqa: E402
+from chunk_scan import A_MIN, bidirectional_scan, narrow_heads  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -105,6 +105,17 @@ class TestKernels:
     def test_with_groups_samples_and_a_decay_of_each_sample(self, dtype):
         inputs, want = example(35, b=2, heads=4, groups=2, p=32, n=16, per_sample=True)
         assert_close(run(inputs, dtype), want, dtype)
+
+    def test_a_head_of_128_columns_is_two_heads_that_share_dt_A_and_D(self):
+        inputs, want = example(35, heads=2, p=128)
+        leaves = {k: v.requires_grad_() for k, v in cast(inputs, torch.float32).items()}
+        narrow = narrow_heads(*[leaves[name] for name in NAMES], max(chunk_scan_triton.SIZES))
+        assert narrow[0].shape[2:] == (4, 64) and chunk_scan_triton.fits(*narrow)
+        y = kernels(**dict(zip(NAMES, narrow))).reshape(leaves["x"].shape)
+        weight = plain.output_weight(y).to(DEVICE, y.dtype)
+        grads = torch.autograd.grad((y * weight).sum(), list(leaves.values()))
+        got = {"y": y.detach().cpu()} | {f"d{k}": g.cpu() for k, g in zip(leaves, grads)}
+        assert_close(got, want)
 
     def test_heads_in_one_program_equal_heads_in_several(self, monkeypatch):
         inputs, want = example(33, heads=4)
@@ -311,7 +322,9 @@ def assert_fits(row):
 def assert_rows_move_in_vectors(row):
     """8 or 16 bytes at a time; what is narrower are the 7 weights of a program's channels, each
     loaded once, and the mask. Nothing spills, and a bound on instructions."""
-    wide = {k: sum(n for width, n in row[k].items() if int(width) >= 8) for k in ("loads", "stores")}
+    wide = {}
+    for k in ("loads", "stores"):
+        wide[k] = sum(n for width, n in row[k].items() if int(width) >= 8)
     narrow = sum(n for width, n in row["loads"].items() if int(width) < 8)
     assert wide["stores"] == sum(row["stores"].values()), row
     assert wide["loads"] > 0 and narrow <= (0 if row["kernel"].startswith("gate") else 78), row

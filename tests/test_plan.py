@@ -122,7 +122,7 @@ def test_the_preset_s_micro_batch_fits_80_gb_and_half_of_it_40(found):
 
 
 def test_the_planned_forward_follows_from_the_compiled_kernels(capsys):
-    """An A100's 60 ms and an H200's 25: the steps at the shares of the data sheet that are named."""
+    """An A100's 60 ms and an H200's 25: the steps at the named shares of the data sheet."""
     said = plan.main(plan.Config())
     assert 45 < said["forward_ms"]["A100"] <= 60
     assert 18 < said["forward_ms"]["H200"] <= 25
