@@ -9,6 +9,7 @@ written once; all arithmetic is float32.
     a_i  = bias + sum_k w_k x_{i+k-3}       the two-sided convolution; a pad counts as 0   conv_fwd
     out  = scale silu(a) + shift            eq. 4 on the channels of B and C, 1 and 0 on x's
     out  = norm(y) weight silu(z)           norm(y) = y / sqrt(mean y^2 + eps)             gate_fwd
+    ce   = log sum exp(v) - v_target        of a row v of logits (cart.py)                   ce_fwd
 
 Backward, from g, the gradient of what was written, with s = sigmoid(a):
 
@@ -17,6 +18,7 @@ Backward, from g, the gradient of what was written, with s = sigmoid(a):
     dscale = sum_i g_i silu(a_i),  dshift = sum_i g_i
     dz     = g norm(y) weight s (1 + z (1 - s))                                            gate_bwd
     dy     = (v - norm(y) mean(v norm(y))) / sqrt(mean y^2 + eps),  v = g weight silu(z)
+    dv     = g (softmax(v) - 1 at the target)                                                ce_bwd
 
 The convolution's kernels walk down a strip of rows and hold the seven that a position sees in
 registers: each is loaded and converted once. Weights are frozen where these kernels run, and get no
@@ -38,6 +40,7 @@ from chunk_scan_triton import jit, tl, triton
 TAPS = 7       # of the widest convolution; a narrower one is padded with zeros
 STEP = 8       # rows of one turn of a loop
 STRIP = 64     # rows of a program, forward; backward it also visits 6 rows of its neighbours
+LOGITS = 2048  # of one row at a time
 CHANNELS = {"conv_fwd": 256, "conv_bwd": 128}  # of a program, which is one warp
 
 
@@ -236,6 +239,45 @@ def gate_bwd(g, y, z, weight, dy, dz, y_b, y_l, z_b, z_l, dz_b, dz_l, L, eps,
     tl.store(dy + (b * L + i) * W + c, dy_i.to(dy.dtype.element_ty), mask=there)
 
 
+# ---- cross-entropy -------------------------------------------------------------------------------
+
+@jit
+def ce_fwd(logits, targets, ce, largest, log_sum, V: tl.constexpr, C: tl.constexpr):
+    """-log softmax(logits) at the target of one row, which is read once.
+
+    In:  logits (r v), targets (r,).
+    Out: ce, the largest logit, log sum exp(logits - largest), all (r,).  Grid: r.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    logits += r * V
+    top = -1e30
+    total = 0.0
+    for start in range(0, V, C):
+        c = start + tl.arange(0, C)
+        v = tl.load(logits + c, mask=c < V, other=float("-inf")).to(tl.float32)
+        before = top
+        top = tl.maximum(before, tl.max(v))
+        total = total * tl.exp(before - top) + tl.sum(tl.exp(v - top))
+    at_target = tl.load(logits + tl.load(targets + r)).to(tl.float32)
+    tl.store(ce + r, tl.log(total) - (at_target - top))
+    tl.store(largest + r, top)
+    tl.store(log_sum + r, tl.log(total))
+
+
+@jit
+def ce_bwd(logits, targets, largest, log_sum, g, dlogits, V: tl.constexpr, C: tl.constexpr):
+    """g (softmax(logits) - 1 at the target), one block of one row.
+
+    In: logits (r v), targets, largest, log_sum, g (r,).  Out: dlogits (r v).  Grid: r, blocks.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * C + tl.arange(0, C)
+    v = tl.load(logits + r * V + c, mask=c < V, other=0.0).to(tl.float32)
+    p = tl.exp(v - tl.load(largest + r) - tl.load(log_sum + r))
+    p = tl.where(c == tl.load(targets + r), p - 1, p)
+    tl.store(dlogits + r * V + c, (tl.load(g + r) * p).to(dlogits.dtype.element_ty), mask=c < V)
+
+
 # ---- launches ------------------------------------------------------------------------------------
 
 def fits(v, *weights):
@@ -331,6 +373,25 @@ def run_gate_backward(g, y, z, weight, eps):
     return dy, dz
 
 
+def run_cross_entropy(logits, targets):
+    """ce, and the largest and log sum exp(logits - largest) of each row: (3 r) float32."""
+    r, v = logits.shape
+    out = logits.new_empty(3, r, dtype=torch.float32)
+    with torch.cuda.device_of(logits):
+        ce_fwd[r,](logits, targets, *out, V=v, C=LOGITS, num_warps=4)
+    return out
+
+
+def run_cross_entropy_backward(g, logits, targets, largest, log_sum):
+    """The gradient of the logits."""
+    r, v = logits.shape
+    dlogits = torch.empty_like(logits)
+    with torch.cuda.device_of(logits):
+        ce_bwd[r, triton.cdiv(v, LOGITS)](logits, targets, largest, log_sum, g, dlogits,
+                                          V=v, C=LOGITS, num_warps=4)
+    return dlogits
+
+
 # Operators of their own, so that tensors without data pass through them as well.
 def operator(name, function, schema, mutates=()):
     return torch.library.custom_op(f"mark::{name}", function, mutates_args=mutates, schema=schema)
@@ -347,6 +408,22 @@ gate_op = operator("gate", run_gate, "(Tensor y, Tensor z, Tensor weight, float 
 gate_backward_op = operator(
     "gate_backward", run_gate_backward,
     "(Tensor g, Tensor y, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor)")
+
+
+ce_op = operator("cross_entropy", run_cross_entropy, "(Tensor logits, Tensor targets) -> Tensor")
+ce_backward_op = operator(
+    "cross_entropy_backward", run_cross_entropy_backward,
+    "(Tensor g, Tensor logits, Tensor targets, Tensor largest, Tensor log_sum) -> Tensor")
+
+
+@ce_op.register_fake
+def _(logits, targets):
+    return logits.new_empty(3, len(logits), dtype=torch.float32)
+
+
+@ce_backward_op.register_fake
+def _(g, logits, targets, largest, log_sum):
+    return torch.empty_like(logits)
 
 
 @conv_op.register_fake
@@ -424,6 +501,20 @@ class GatedNorm(torch.autograd.Function):
         return dy, dz, None, None
 
 
+class CrossEntropy(torch.autograd.Function):
+    """Of each row of logits; their gradient is the only one."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ce, largest, log_sum = ce_op(logits, targets).unbind()
+        ctx.save_for_backward(logits, targets, largest, log_sum)
+        return ce
+
+    @staticmethod
+    def backward(ctx, g):
+        return ce_backward_op(g.contiguous(), *ctx.saved_tensors), None
+
+
 def unpack(zxBCdt, weight, bias, m, real, config):
     """`hydra_ssm.unpack` of inputs that fit."""
     b = len(zxBCdt)
@@ -438,3 +529,15 @@ def unpack(zxBCdt, weight, bias, m, real, config):
 def gated_norm(y, z, weight, eps):
     """`hydra_ssm.gated_norm` of inputs that fit."""
     return GatedNorm.apply(with_near_rows(y), with_near_rows(z), weight, eps)
+
+
+def takes_logits(logits):
+    """Whether `cross_entropy` takes these logits (r v)."""
+    if triton is None or logits.dtype not in (torch.bfloat16, torch.float32) or not len(logits):
+        return False
+    return not logits.is_cuda or torch.cuda.get_device_capability(logits.device) >= (8, 0)
+
+
+def cross_entropy(logits, targets):
+    """-log softmax(logits) at targets: (r,) float32, of logits (r v) and targets (r,) int64."""
+    return CrossEntropy.apply(logits.contiguous(), targets.contiguous())

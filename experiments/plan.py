@@ -11,8 +11,8 @@ both at the rates of its data sheet, one after the other. The paper's own frozen
     backward       once for a linear map: a frozen weight has no gradient, its input has one;
                    twice for the scan and for the bytes
     head           for half of the tokens, those that are masked; forward twice, as it is recomputed
-    a logit        48 bytes: 2 written, 2 read, 4 for its float32, 4 read, 4 for its logarithm, all
-                   this again, and as many for the gradient
+    a logit        14 bytes: 2 written, 2 read for the loss, all this again, 2 read and 2 written for
+                   the gradient, 2 read
 
 Symbols:  linear, scan, head   flop of one token, forward
           moved                bytes of one token
@@ -53,7 +53,7 @@ COUNTS = (1, 2)                    # of GPUs
 TOKENS = 8 * 4096
 LAYER_BYTES = 2.12e9
 REFERENCE_LAYER_BYTES = 4.97e9
-LOGIT_BYTES = 48
+LOGIT_BYTES = 14
 PUBLISHED_SECONDS = 0.26743        # Table 3: frozen pass at (8, 4096) on an A100
 
 
@@ -144,7 +144,7 @@ def plan_table(found):
 
 MEMORIES = (40, 80, 96, 141)       # GB of an A100, an A100 or H100, a GH200, an H200
 USABLE = 0.85                      # of them: the rest is CUDA's own, and the allocator's gaps
-LOGITS_HELD = 18                   # bytes of a logit of one chunk, with its softmax and gradients
+LOGITS_HELD = 4                    # bytes of a logit of one chunk, and of its gradient
 CHUNK_ROWS = 4096                  # logits at a time (cart.masked_cross_entropy)
 
 
@@ -161,8 +161,10 @@ def saved_bytes(config):
 
 
 def step_bytes(config, micro_batch, seqlen):
-    """Peak of a training step: all layers of a micro-batch, one chunk of logits, the weights."""
-    layers = micro_batch * seqlen * config.n_layer * saved_bytes(config)
+    """Peak of a training step: all layers of a micro-batch, the gradients in one layer, taken for as
+    much as it saves, one chunk of logits, the weights.
+    """
+    layers = micro_batch * seqlen * (config.n_layer + 1) * saved_bytes(config)
     logits = CHUNK_ROWS * config.vocab_size * LOGITS_HELD
     weights = 2 * 112e6
     return layers + logits + weights

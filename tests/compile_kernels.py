@@ -10,7 +10,8 @@ Prints a line of JSON for each kernel on sm_80 and sm_90, and writes result.json
     registers of a thread, spills (instructions), shared_kb of a block, mma and wgmma (instructions)
     instructions of the kernel, and of its longest loop; loads and stores: {bytes of one thread's
     access to global memory: instructions}
-    per_element   of the mixer's kernels: instructions of a thread for each element that it writes
+    per_element   of the mixer's kernels: instructions of a thread for each element that it writes,
+                  or each logit
     gigabytes     what the kernel has to read and write at (b, l) = (8, 4096), from shapes
 """
 import collections
@@ -33,7 +34,9 @@ import common  # noqa: E402
 import mixer_triton  # noqa: E402
 from chunk_scan import A_MIN  # noqa: E402
 from chunk_scan_triton import STATE_STAGES  # noqa: E402
-from mixer_triton import CHANNELS, STEP, STRIP, TAPS  # noqa: E402
+from mixer_triton import CHANNELS, LOGITS, STEP, STRIP, TAPS  # noqa: E402
+
+VOCABULARY = 30522
 
 
 class Kernel(NamedTuple):
@@ -59,10 +62,12 @@ MIXER = (
     Kernel("conv_bwd", {"MASKED": False}, 3, "x c c x c c x c c"),
     Kernel("conv_bwd", {"MASKED": True}, 3, "x c c x c c x c c"),
     Kernel("gate_fwd", {}, 3, "x x x"),
-    Kernel("gate_bwd", {}, 3, "x x x x x"))
+    Kernel("gate_bwd", {}, 3, "x x x x x"),
+    Kernel("ce_fwd", {}, 3, "v"),
+    Kernel("ce_bwd", {}, 3, "v v"))
 # Arguments that end in _b, _l, _d are strides; every other is a pointer, to x's dtype or to these.
 FLOAT32 = {"dt", "A", "D", "dt_rows", "sums", "passing", "over", "leaving", "direct", "ddt", "dA",
-           "dD", "modulation"}
+           "dD", "modulation", "ce", "largest", "log_sum"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +86,8 @@ class Config:
 def sizes(cfg, dtype, chunk, b=8, l=4096):
     """Bytes at (b, l) of x, of B or C, of a row of dt or sums, of D, and of all states."""
     e = cfg.h * cfg.p
-    return {"x": b * l * e * dtype.itemsize,
+    return {"v": 4096 * VOCABULARY * dtype.itemsize,  # a chunk of logits
+            "x": b * l * e * dtype.itemsize,
             "c": b * l * 2 * cfg.n * dtype.itemsize,
             "r": b * l * 2 * cfg.h * 4,
             "d": b * l * cfg.h * 4,
@@ -96,6 +102,8 @@ def scan_constants(cfg, x, B):
 def mixer_constants(cfg, kernel):
     """As mixer_triton.py launches a kernel."""
     e = cfg.h * cfg.p
+    if kernel.name.startswith("ce"):
+        return {"V": VOCABULARY, "C": LOGITS, "num_warps": 4}
     if kernel.name.startswith("gate"):
         return {"W": e, "WIDE": 1 << (e - 1).bit_length(), "num_warps": 4}
     return {"X": e, "M": cfg.n, "K": TAPS, "C": CHANNELS[kernel.name], "STRIP": STRIP, "STEP": STEP,
@@ -112,6 +120,8 @@ def argument_types(names, values, pointer):
             types[name] = "*fp32"
         elif name == "real":
             types[name] = "*u8"
+        elif name == "targets":
+            types[name] = "*i64"
         elif name == "eps":
             types[name] = "fp32"
         elif re.fullmatch(r"L|batch|\w+_[bld]", name):
@@ -207,6 +217,9 @@ def describe(module, kernel, constants, capability, dtype):
 
 def per_element(row, constants):
     """Instructions of a thread for each element that it writes, of one of the mixer's kernels."""
+    if row["kernel"].startswith("ce"):
+        counted = row["loop"] if row["kernel"] == "ce_fwd" else row["instructions"]
+        return counted * 32 * constants["num_warps"] / constants["C"]
     if row["kernel"].startswith("gate"):
         return row["instructions"] * 32 * constants["num_warps"] / constants["W"]
     rows = STRIP if row["kernel"] == "conv_fwd" else STRIP - 6

@@ -304,7 +304,8 @@ def test_the_tests_of_the_kernels_pass_under_the_interpreter(tmp_path, some):
 # Spill instructions, at most, by the version that gave them; another version may give others.
 SPILLS = {"3.6.0": 60, "3.7.1": 34, "3.8.0": 13, "3.9.0": 0}
 SHARED_KB = {80: 163, 90: 227}
-MIXER = {"conv_fwd": 28, "conv_bwd": 65, "gate_fwd": 42, "gate_bwd": 62}  # instructions per element
+MIXER = {  # instructions per element, at most
+    "conv_fwd": 28, "conv_bwd": 65, "gate_fwd": 42, "gate_bwd": 62, "ce_fwd": 15, "ce_bwd": 21}
 
 
 def compiled(folder, *arguments):
@@ -321,14 +322,18 @@ def assert_fits(row):
 
 def assert_rows_move_in_vectors(row):
     """8 or 16 bytes at a time; what is narrower are the 7 weights of a program's channels, each
-    loaded once, and the mask. Nothing spills, and a bound on instructions."""
+    loaded once, and the mask. Nothing spills, and a bound on instructions. A row of 30,522 logits
+    in bfloat16 is 4 bytes longer than a multiple of 16: its accesses are of 4.
+    """
+    assert row["spills"] == 0 and row["per_element"] <= MIXER[row["kernel"]], row
+    if row["kernel"].startswith("ce"):
+        return
     wide = {}
     for k in ("loads", "stores"):
         wide[k] = sum(n for width, n in row[k].items() if int(width) >= 8)
     narrow = sum(n for width, n in row["loads"].items() if int(width) < 8)
     assert wide["stores"] == sum(row["stores"].values()), row
     assert wide["loads"] > 0 and narrow <= (0 if row["kernel"].startswith("gate") else 78), row
-    assert row["spills"] == 0 and row["per_element"] <= MIXER[row["kernel"]], row
 
 
 @outer
@@ -337,7 +342,7 @@ def assert_rows_move_in_vectors(row):
 def test_the_kernels_compile_for_both_architectures_and_fit_them(tmp_path):
     triton = pytest.importorskip("triton")
     rows = compiled(tmp_path)
-    assert len(rows) == 28
+    assert len(rows) == 32
     for row in rows:
         assert_fits(row)
         assert row["spills"] <= SPILLS.get(triton.__version__, 10 ** 9), row

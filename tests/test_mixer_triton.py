@@ -227,6 +227,32 @@ class TestKernels:
         want = values_and_gradients(lambda y, z: [gate_oracle(y, z, weight)], {"y": y, "z": z})
         assert_close(run_gate(y, z, weight, dtype), want, dtype)
 
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+    @pytest.mark.parametrize("v", (3, 2048, 5001))  # a block of a row has 2048 logits
+    def test_cross_entropy_equals_the_loop(self, v, dtype):
+        logits = (20 * normal(4, v, seed=v)).to(dtype).double()
+        logits[0] -= 1e4  # far from zero, and the target among the last
+        logits = logits.to(dtype).double()
+        targets = torch.tensor([v - 1, 0, 2, v // 2])
+
+        def oracle(logits):
+            rows = []
+            for row, target in zip(logits, targets.tolist()):
+                shifted = row - row.max().detach()
+                rows.append(torch.exp(shifted).sum().log() - shifted[target])
+            return [torch.stack(rows)]
+
+        def kernels(logits):
+            return [mixer_triton.cross_entropy(logits, targets.to(logits.device))]
+        got = values_and_gradients(kernels, {"logits": logits.to(DEVICE, dtype)})
+        assert_close(got, values_and_gradients(oracle, {"logits": logits}), dtype)
+
+    def test_a_logit_that_is_not_a_number_makes_the_loss_none(self):
+        logits = torch.zeros(2, 9, device=DEVICE)
+        logits[0, 3] = torch.nan
+        ce = mixer_triton.cross_entropy(logits, torch.tensor([5, 5], device=DEVICE))
+        assert ce[0].isnan() and ce[1].isfinite()
+
     def test_all_gradients_of_in_proj_lie_in_one_buffer(self):
         """From norm and gate back through the convolution: no copy of dz, no concatenation."""
         packed, factors, weight, bias = unpack_inputs(SMALL, 9)
@@ -295,6 +321,10 @@ class TestKernels:
         torch.library.opcheck(mixer_triton.gate_op, (gx, z, w, 1e-5), test_utils=utils)
         torch.library.opcheck(mixer_triton.gate_backward_op, (gx, gx, z, w, 1e-5),
                               test_utils=utils)
+        logits, targets = packed[0], torch.zeros(7, dtype=torch.long, device=DEVICE)
+        torch.library.opcheck(mixer_triton.ce_op, (logits, targets), test_utils=utils)
+        torch.library.opcheck(mixer_triton.ce_backward_op,
+                              (*logits.T[:1], logits, targets, *logits.T[:2]), test_utils=utils)
 
 
 outer = pytest.mark.skipif(INTERPRETED, reason="this process interprets")
@@ -303,7 +333,7 @@ outer = pytest.mark.skipif(INTERPRETED, reason="this process interprets")
 @outer
 @pytest.mark.skipif(GPU, reason="the kernels ran on the GPU")
 @pytest.mark.parametrize("some", [
-    "59 or norm_and_gate or one_buffer",
+    "59 or one_buffer or 32-torch.bfloat16 or 5001",
     pytest.param("", marks=(pytest.mark.slow, pytest.mark.kernels))])
 def test_the_tests_of_the_kernels_pass_under_the_interpreter(tmp_path, some):
     """Some of them, and all with `pytest -m kernels`."""
