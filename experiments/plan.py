@@ -11,8 +11,8 @@ both at the rates of its data sheet, one after the other. The paper's own frozen
     backward       once for a linear map: a frozen weight has no gradient, its input has one;
                    twice for the scan and for the bytes
     head           for half of the tokens, those that are masked; forward twice, as it is recomputed
-    a logit        14 bytes: 2 written, 2 read for the loss, all this again, 2 read and 2 written for
-                   the gradient, 2 read
+    a logit        14 bytes: 2 written, 2 read for the loss, all this again, 2 read and 2 written
+                   for the gradient, 2 read
 
 Symbols:  linear, scan, head   flop of one token, forward
           moved                bytes of one token
@@ -161,8 +161,8 @@ def saved_bytes(config):
 
 
 def step_bytes(config, micro_batch, seqlen):
-    """Peak of a training step: all layers of a micro-batch, the gradients in one layer, taken for as
-    much as it saves, one chunk of logits, the weights.
+    """Peak of a training step: all layers of a micro-batch, the gradients in one layer, taken for
+    as much as it saves, one chunk of logits, the weights.
     """
     layers = micro_batch * seqlen * (config.n_layer + 1) * saved_bytes(config)
     logits = CHUNK_ROWS * config.vocab_size * LOGITS_HELD
