@@ -227,8 +227,8 @@ def kernels_section():
         or float32 and head dim and state are 16, 32 or 64; so do convolution, SiLU and eq. 4
         (`conv`), norm and gate (`gate`), and the cross-entropy (`ce`). They are tested against
         float64 loops in Triton's interpreter, and compiled for sm_80 and sm_90 without a device by
-        Triton {found['triton']} and {others}; no GPU time has been measured. The table is of bfloat16 at
-        the released sizes. Of the
+        Triton {found['triton']} and {others}; no GPU time has been measured. The table is of
+        bfloat16 at the released sizes. Of the
         {len(found['kernels'])} compiled kernels of both types, {len(spilling)} spill registers
         ({', '.join(dtypes)}). `python -m experiments.gpu_check` is the command that times them
         on a GPU."""
