@@ -54,7 +54,7 @@ class Conditioning(Modulation):
             own = {}
             for name in ("in_scale", "in_shift", "out_gate"):
                 value = getattr(self, name)
-                own[name] = None if value is None else value[y, :, None].to(dtype)  # b 1 d
+                own[name] = None if value is None else value[y, :, None]          # b 1 d
             if self.lora is not None:
                 own["lora"] = [factor[y].to(dtype) for factor in self.lora]
             wrapped.append(functools.partial(conditioned, layer, **own))
@@ -64,15 +64,15 @@ class Conditioning(Modulation):
 def conditioned(layer, h, m, mask, in_scale=None, in_shift=None, out_gate=None, lora=None):
     """LayerNorm(h + (1 + out_gate) mixer((1 + in_scale) h + in_shift)), the mixer with LoRA."""
     u = h                                                              # b l d
-    if in_scale is not None:
+    if in_scale is not None:  # float32 at least, as the others: 1.003 is 1 in bfloat16
         u = u * (1 + in_scale)
     if in_shift is not None:
         u = u + in_shift
     with low_rank(layer.mixer, lora):
-        out = layer.mixer(u, m, mask)                                  # b l d
+        out = layer.mixer(u.to(h.dtype), m, mask)                      # b l d
     if out_gate is not None:
         out = out * (1 + out_gate)
-    return layer.add_norm(h, out)
+    return layer.add_norm(h, out.to(h.dtype))
 
 
 @contextlib.contextmanager

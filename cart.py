@@ -127,6 +127,10 @@ def masked_cross_entropy(hidden, targets, head, chunk=4096):
 
     def cross_entropy(h, x):
         logits = head(h)                                                   # rows v
+        if logits.is_cuda and not torch.compiler.is_compiling():
+            import mixer_triton  # here, since a CPU needs neither it nor triton
+            if mixer_triton.takes_logits(logits):  # each is read once, and no float32 of it written
+                return mixer_triton.cross_entropy(logits, x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, x, reduction="none")                # rows
 

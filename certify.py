@@ -426,6 +426,7 @@ def draw_hypotheses(panel, adapters):
 class Config:
     """Certify a backbone, and the adapters on it under five hypotheses."""
     weights: str = "small"               # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False                 # NOT it, but what the paper's code makes of it
     adapter: tuple[str, ...] = ()        # run folders or files; "none"; default: the shipped ones
     data: tuple[str, ...] = ("embedded",)  # text on which Delta is measured
     vocab: str = "bytes"                 # "bytes", "bert-base-uncased" or a vocab.txt
@@ -491,7 +492,7 @@ def last_line(findings):
 
 def main(cfg):
     run_plugin(cfg.plugin)
-    model = load_backbone(cfg.weights)
+    model = load_backbone(cfg.weights, sliced=cfg.sliced)
     env = common.banner("certify.py", cfg, "cpu", model)
     A_log, dt_bias = recurrence(model)
     backbone = certify(A_log, cfg.beta, cfg.dt_min)

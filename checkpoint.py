@@ -9,7 +9,7 @@ Symbols:  runs/<name>/config.json          configuration, fingerprints of weight
           runs/<name>/last.pt              all a resumed run needs: tensors and plain numbers only
           runs/<name>/.lock                held by the process that writes the folder
 Differs from the paper: its public code loads 12 of the released 24 heads; here the sizes follow
-          from the tensors.
+          from the tensors. What its own checkpoints need stands in published.py.
 
 Every file but metrics.jsonl, which grows line by line, is written beside its place, fsynced and
 renamed: after a crash there is the old one or the new one. No random state is saved: the noise of a
@@ -35,6 +35,7 @@ import torch
 
 import baselines  # noqa: F401 (its kernels are among those that load)
 import common
+import published
 import text
 from hydra_ssm import HydraBert, HydraConfig
 from mark_adapters import GEOMETRIES, MarkAdapter, make_adapter
@@ -73,25 +74,38 @@ RENAMES = (  # released key -> ours
 )
 
 
-def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=None):
+def load_backbone(source="small", dtype=torch.float32, device="cpu", vocab_size=None,
+                  sliced=False):
     """A frozen HydraBert in eval mode: "small" (shipped), "goombalab/hydra" (released) or a path.
 
-    A path may hold safetensors or a torch file, as a composer checkpoint or a plain state dict.
-    Sizes are read off the tensors. vocab_size=None keeps every row of the embeddings, except that
+    A path may hold safetensors or a torch file, as a composer checkpoint, a plain state dict or a
+    checkpoint of the paper's code, which is also known as OWNER/NAME@REVISION of the hub. Sizes
+    are read off the tensors. vocab_size=None keeps every row of the embeddings, except that
     30,528 rows mean 30,522; a number cuts the padded rows. A_log, dt_bias and D stay in float32
     under a 16-bit dtype. No pickled code is executed. Raises UserError, naming the tensor or what
     to do.
+
+    sliced: NOT the model of the file, but what the paper's code makes of it (published.py).
     """
     path = locate(source)
-    state = rename(read_tensors(path), path)
+    tensors = read_tensors(path)
+    model_class = HydraBert
+    if published.is_published(tensors):
+        tensors, _ = published.split_checkpoint(tensors, path)
+        model_class = published.SlicedHydra  # which it is already
+        sliced = False
+    state = rename(tensors, path)
     state = cut_rows(state, vocab_size, path)
     config = infer_config(state, path)
+    if sliced:
+        state, config = published.slice_weights(state, config)
+        model_class = published.SlicedHydra
     cast = {}
     for name, tensor in state.items():
         keep = name.endswith(("A_log", "dt_bias", "mixer.D")) and dtype.itemsize < 4
         cast[name] = tensor.to(device, torch.float32 if keep else dtype, copy=True)
     with torch.device("meta"):
-        model = HydraBert(config)
+        model = model_class(config)
     try:
         model.load_state_dict(cast, assign=True)  # strict: a wrong key or shape ends it
     except RuntimeError as error:
@@ -108,6 +122,8 @@ def locate(source):
         path = SMALL
     elif source in HUB_FILES:
         path = fetch_backbone(source)
+    elif is_hub_name(source):
+        path = fetch_published(source)
     else:
         path = Path(source)
     if not path.is_file():
@@ -265,14 +281,15 @@ def read_tensors(path):
 
 
 def read_zipped(path):
-    """The state dict of a file of torch.save: a plain one, or a composer checkpoint's."""
+    """The state dict of a file of torch.save: a plain one, composer's or Lightning's."""
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
             raise common.UserError(f"{path}: a TorchScript program, not weights; save the state "
                                    "dict of the model in its place")
     content = torch.load(path, map_location="cpu", mmap=True, weights_only=False,
                          pickle_module=tensors_only)
-    content = content.get("state", content)
+    content = content.get("state_dict", content)  # Lightning
+    content = content.get("state", content)       # composer
     return content.get("model", content)
 
 
@@ -294,6 +311,28 @@ def fetch_backbone(source):
     hub = HUB_FILES[source]
     return text.fetch(source, hub.filename, hub.size, hub.sha256, "its path as --weights",
                       hub.revision)
+
+
+def is_hub_name(source):
+    """Whether `source` is to be fetched: OWNER/NAME@REVISION, or of the paper's owner on the hub;
+    and no file or folder.
+    """
+    name, at, _ = str(source).partition("@")
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+    return is_name and bool(at or name.startswith("mark-ssm/")) and not Path(source).exists()
+
+
+def fetch_published(source):
+    """Path of the checkpoint of the paper's code in a hub's repository, OWNER/NAME@REVISION.
+
+    Neither a revision nor a hash of one is known here, so the user gives the revision, and the hash
+    of what came is printed.
+    """
+    name, _, revision = str(source).partition("@")
+    if not revision:
+        raise common.UserError(f"{source}: which revision? Give {name}@REVISION, with the commit "
+                               "that the hub shows for its files")
+    return text.fetch(name, published.FILENAME, None, None, "its path", revision)
 
 
 # ---- adapters ------------------------------------------------------------------------------------
@@ -380,16 +419,40 @@ def read_adapter(path):
     return tensors, metadata
 
 
-def load_adapter(path, config, device="cpu"):
-    """(adapter, about) from a run folder or an adapter.safetensors, for a backbone of `config`.
+def read_published_adapter(path, config):
+    """The same of a checkpoint of the paper's code. Its adapters have a shift for every head, so
+    one for another number of heads than `config` has is refused.
+    """
+    tensors = read_tensors(path)
+    if not published.is_published(tensors):
+        raise common.UserError(f"{path}: not an adapter; give a run folder of train.py, its "
+                               "adapter.safetensors or a checkpoint of the paper's code")
+    backbone, adapter = published.split_checkpoint(tensors, path)
+    state = cut_rows(rename(backbone, path), None, path)
+    own = infer_config(state, path)
+    kernel, settings, tensors = published.convert_adapter(adapter, own, path)
+    if own.nheads != config.nheads:
+        raise common.UserError(f"{path}: its adapter is for {own.nheads} heads of {own.headdim}, "
+                               f"and the backbone has {config.nheads} of {config.headdim}; give "
+                               "the file itself as --weights, or --sliced")
+    return tensors, {"kernel": kernel, "backbone": fingerprint(state),
+                     "settings": json.dumps(settings)}
+
+
+def load_adapter(path, config, device="cpu", dtype=torch.float32):
+    """(adapter, about) from a run folder, an adapter.safetensors or a checkpoint of the paper's
+    code (a path, or OWNER/NAME@REVISION), for a backbone of `config`.
 
     Raises UserError where the file is none, or was trained on another backbone; one of the same
     sizes is told by its fingerprint, where both have one.
     """
-    path = Path(path)
+    path = fetch_published(path) if is_hub_name(path) else Path(path)
     if path.is_dir():
         path = path / "adapter.safetensors"
-    tensors, metadata = read_adapter(path)
+    if zipfile.is_zipfile(path):
+        tensors, metadata = read_published_adapter(path, config)
+    else:
+        tensors, metadata = read_adapter(path)
     kernel = metadata["kernel"]
     try:
         about = {name: json.loads(value) for name, value in metadata.items()
@@ -398,7 +461,7 @@ def load_adapter(path, config, device="cpu"):
     except (common.UserError, TypeError, ValueError) as error:
         raise common.UserError(f"{path}: not an adapter of this version ({error})") from None
     check_belongs(path, adapter, tensors, metadata["backbone"])
-    adapter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    adapter.to(dtype).load_state_dict({name: v.to(dtype) for name, v in tensors.items()})
     return adapter.to(device), about
 
 

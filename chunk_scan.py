@@ -207,6 +207,22 @@ def entering_states(decay, left, reverse):
 
 # ---- which of them runs --------------------------------------------------------------------------
 
+def narrow_heads(x, dt, A, B, C, D, most):
+    """The same inputs with each head of a multiple of `most` columns as several heads of `most`.
+
+    Exact, as every column of x is a scan of its own: these neighbours share dt, A and D.
+    """
+    p = x.shape[-1]
+    if p <= most or p % most:
+        return x, dt, A, B, C, D
+    k = p // most
+    x = rearrange(x, "b l h (k p) -> b l (h k) p", k=k)
+    dt = dt.repeat_interleave(k, -1)                                        # b l d (h k)
+    A = A.repeat_interleave(k, -1)                                          # (h k), or b (h k)
+    D = D.repeat_interleave(k, -1)                                          # b l (h k)
+    return x, dt, A, B, C, D
+
+
 def bidirectional_scan(x, dt, A, B, C, D, chunk_size=64):
     """The scan above, exact, in O(l) time. Returns y (b, l, h, p) in the dtype of x.
 
@@ -215,10 +231,10 @@ def bidirectional_scan(x, dt, A, B, C, D, chunk_size=64):
     all six. Raises UserError where the shapes do not fit together.
 
     CUDA tensors go to the kernels of chunk_scan_triton.py, whose chunks have their own size, where
-    x, B and C are float32 or bfloat16 and p and n are 16, 32 or 64 (and triton is there, and an
-    Ampere or later); all else goes to `chunked_scan`. float32 products on CUDA are as exact as
-    torch.set_float32_matmul_precision asks. torch.compile takes the kernels as one opaque node, and
-    runs `chunked_scan` uncompiled.
+    x, B and C are float32 or bfloat16, n is 16, 32 or 64, and so is p, or a multiple of 64 (and
+    triton is there, and an Ampere or later); all else goes to `chunked_scan`. float32 products on
+    CUDA are as exact as torch.set_float32_matmul_precision asks. torch.compile takes the kernels as
+    one opaque node, and runs `chunked_scan` uncompiled.
     """
     b, l, h, _ = x.shape
     shapes_fit = (dt.shape == (b, l, 2, h)
@@ -234,8 +250,9 @@ def bidirectional_scan(x, dt, A, B, C, D, chunk_size=64):
             f"B {tuple(B.shape)}, C {tuple(C.shape)}, D {tuple(D.shape)}")
     if x.is_cuda:
         import chunk_scan_triton  # here, since a CPU needs neither it nor triton
-        if chunk_scan_triton.fits(x, dt, A, B, C, D):
-            return chunk_scan_triton.scan(x, dt, A, B, C, D, A_MIN)
+        narrow = narrow_heads(x, dt, A, B, C, D, max(chunk_scan_triton.SIZES))
+        if chunk_scan_triton.fits(*narrow):
+            return chunk_scan_triton.scan(*narrow, A_MIN).reshape(x.shape)
     if torch.compiler.is_compiling():  # its loop over chunks would be traced again at every length
         return torch.compiler.disable(chunked_scan)(x, dt, A, B, C, D, chunk_size)
     return chunked_scan(x, dt, A, B, C, D, chunk_size)

@@ -47,6 +47,7 @@ try:
     jit = triton.jit
 except ImportError:  # chunk_scan.py then takes its PyTorch path
     triton = None
+    tl = None
 
     def jit(kernel):
         return kernel
@@ -54,6 +55,7 @@ except ImportError:  # chunk_scan.py then takes its PyTorch path
 
 SIZES = (16, 32, 64)  # of p and n: tiles of 128 overflow shared memory
 PROGRAMS = 512        # as many keep a large GPU busy
+STATE_STAGES = 2      # of state_scan's loads: with three, a multiprocessor holds 3 blocks, not 4
 
 
 # ---- what several kernels do ---------------------------------------------------------------------
@@ -386,11 +388,20 @@ def scan(x, dt, A, B, C, D, a_min):
 def constants(x, B):
     """Of every launch. float32 operands fill twice the registers: smaller tiles and more warps."""
     sizes = dict(H=x.shape[2], G=B.shape[3], P=x.shape[3], N=B.shape[4])
-    exact = torch.get_float32_matmul_precision() == "highest"
-    precision = "tf32x3" if exact else "tf32"
-    if x.dtype == torch.bfloat16:
-        return dict(**sizes, Q=64, PRECISION=precision, num_warps=4)
-    return dict(**sizes, Q=32, PRECISION=precision, num_warps=8)
+    if x.dtype == torch.bfloat16:  # whose products are exact in float32: no choice to make
+        return dict(**sizes, Q=64, PRECISION="tf32x3", num_warps=4)
+    return dict(**sizes, Q=32, PRECISION=float32_precision(), num_warps=8)
+
+
+def float32_precision():
+    """Of products: what torch.set_float32_matmul_precision asks. torch raises where its newer
+    settings of precision were used too, and then the exact one is taken.
+    """
+    try:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:
+        exact = True
+    return "tf32x3" if exact else "tf32"
 
 
 def empty_outputs(x, dt, A, B, C, D):
@@ -426,7 +437,7 @@ def run_forward(x, dt, A, B, C, D, a_min):
         decay_fwd[h, chunks, b](dt, A, dt_rows, sums, l, h, k["Q"], a_min)
         state_scan[h, 2, b](
             B, x, dt_rows, sums, unused, states, unused, *bc_strides, *x_strides, l,
-            BWD=False, num_stages=3, **k)
+            BWD=False, num_stages=STATE_STAGES, **k)
         mix[h, chunks, b](
             x, B, C, D, dt_rows, sums, states, y, unused, unused,
             *x_strides, *x_strides, *bc_strides, l, BWD=False, num_stages=3, **k)
@@ -458,7 +469,7 @@ def run_backward(g, x, A, B, C, D, rows, states, a_min):
     with torch.cuda.device_of(x):
         state_scan[h, 2, b](
             C, g, dt_rows, sums, states, k_states, passing, *bc_strides, *g_strides, l,
-            BWD=True, num_stages=3, **k)
+            BWD=True, num_stages=STATE_STAGES, **k)
         mix[h, chunks, b](
             g, B, C, D, dt_rows, sums, k_states, dx, x, dD,
             *g_strides, *x_strides, *bc_strides, l, BWD=True, num_stages=3, **k)

@@ -392,6 +392,7 @@ def banner(script, cfg, device="cpu", model=None):
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         lines.append(f"parameters {total:,} in {dtype}, trainable {trainable:,}")
+        lines += [part.misreading for part in model.modules() if hasattr(part, "misreading")]
     settings = "  ".join(f"{f.name}={getattr(cfg, f.name)}" for f in dataclasses.fields(cfg))
     lines += textwrap.wrap(settings, 98, break_on_hyphens=False, break_long_words=False)
     log("-" * 98 + "\n" + "\n".join(lines) + "\n" + "-" * 98)

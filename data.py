@@ -469,6 +469,16 @@ def noise_generator(*counters, device="cpu"):
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
 
 
+def published_time(noise):
+    """t as the paper's public code draws it (sample_timestep in src/train.py), () float32.
+
+    1 - current / total, with total from 10 to 999 and current from 0 to total - 1.
+    """
+    total = torch.randint(10, 1000, (), generator=noise)
+    current = (torch.rand((), generator=noise, dtype=torch.float64) * total).long()
+    return (1 - current / total).float()
+
+
 class DiffusionDataset(torch.utils.data.Dataset):
     """Item k = step * global_batch + slot of training: a window, its t, its mask.
 
@@ -477,9 +487,12 @@ class DiffusionDataset(torch.utils.data.Dataset):
     t ~ U(0, 1) per sequence; `stratified` puts one in each of global_batch equal intervals, in
     random order. t_hole is an interval that no t falls into; the others are stretched over the
     rest. Then t is clipped to [t_min, t_max]; pretraining masks at one rate, t_min = t_max.
+    t_per_batch draws one t for a step, as the paper's public code does. t_jitter is the standard
+    deviation of noise in the masking rate, within [t_min, 1 - t_min]; "t", what the adapter is
+    told, is without it.
     """
     def __init__(self, windows, tokenizer, global_batch, steps, seed, t_min=1e-3, t_max=1.0,
-                 stratified=False, t_hole=(0.0, 0.0)):
+                 stratified=False, t_hole=(0.0, 0.0), t_per_batch=False, t_jitter=0.0):
         self.windows = windows
         self.tokenizer = tokenizer
         self.global_batch = global_batch
@@ -489,6 +502,8 @@ class DiffusionDataset(torch.utils.data.Dataset):
         self.t_max = t_max
         self.stratified = stratified
         self.t_hole = t_hole
+        self.t_per_batch = t_per_batch
+        self.t_jitter = t_jitter
         self.epoch = None  # of the permutation that is kept: items come nearly in order
         self.order = None
 
@@ -501,10 +516,10 @@ class DiffusionDataset(torch.utils.data.Dataset):
             raise IndexError(k)
         step, slot = divmod(k, self.global_batch)
         noise = noise_generator(self.seed, step, slot)
-        t = self._time(step, slot, noise)
+        t, rate = self._time_and_rate(step, slot, noise)
         x0 = torch.from_numpy(self.windows[self._place(k)])                            # l
         maskable = maskable_tokens(x0, self.tokenizer)
-        x_t, masked = corrupt(x0, t, self.tokenizer.mask_id, maskable, noise)          # l
+        x_t, masked = corrupt(x0, rate, self.tokenizer.mask_id, maskable, noise)       # l
         return {"x0": x0, "x_t": x_t, "masked": masked, "t": t}
 
     def _place(self, k):
@@ -515,6 +530,18 @@ class DiffusionDataset(torch.utils.data.Dataset):
             self.order = torch.randperm(n, generator=noise_generator(self.seed, epoch))
             self.epoch = epoch
         return int(self.order[i])
+
+    def _time_and_rate(self, step, slot, noise):
+        """t of a sample and the probability that its tokens are masked with, both () float32."""
+        if self.t_per_batch:
+            noise = noise_generator(self.seed, step, self.global_batch)  # no sample has that slot
+            t = published_time(noise)
+        else:
+            t = self._time(step, slot, noise)
+        if not self.t_jitter:
+            return t, t
+        jitter = self.t_jitter * torch.randn((), generator=noise, dtype=torch.float32)
+        return t, (t + jitter).clamp(self.t_min, 1 - self.t_min)
 
     def _time(self, step, slot, noise):
         """t of a sample, () float32."""

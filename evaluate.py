@@ -48,10 +48,14 @@ BINS = 10  # of t, for the cross-entropy per masked token
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Score adapters on held-out text."""
+    # table1: ten seeds; table2: ten seeds and every column of Table 2, one adapter masked; name the
+    # paper's text with --data wikitext=PATH
+    preset: Literal["quick", "table1", "table2"] = "quick"
     adapter: tuple[str, ...] = ()           # run folders or files; default: the shipped ones
     # NAME=PATH[,PATH...]; the held-out part of "embedded", shards and what is also in --train
     data: tuple[str, ...] = ("embedded",)
     weights: str = "small"                  # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False                    # NOT it, but what the paper's code makes of it
     vocab: str = "bytes"                    # "bytes", "bert-base-uncased" or a vocab.txt
     train: tuple[str, ...] = ("embedded",)  # text trained on: its unigram is the reference
     # Table 2: what adapters may reach; controls for the first, a row for each of the others
@@ -62,6 +66,13 @@ class Config:
     plugin: str = ""                        # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 42                          # the first of the seeds
+
+
+PRESETS = {
+    "quick": {},
+    "table1": dict(seeds=10),
+    "table2": dict(seeds=10, modulate=MODES),
+}
 
 
 # ---- draws ---------------------------------------------------------------------------------------
@@ -765,7 +776,7 @@ def main(cfg):
     run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights, device=device)
+    model = load_backbone(cfg.weights, device=device, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     adapters = load_adapters(cfg.adapter, model.config, device)
     env = common.banner("evaluate.py", cfg, device, model)
@@ -807,4 +818,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    common.run_cli(Config, main)
+    common.run_cli(Config, main, PRESETS)

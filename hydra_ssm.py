@@ -4,7 +4,7 @@ Run:      python hydra_ssm.py         (a random mixer as the matrix of eq. 11, 3
 Last line: "rank of every block below or above the diagonal: at most N, the state has N"
 
 A Modulation changes A_log, dt_bias, D, B and C of every layer without touching a weight. Where t
-changes a parameter is one line for each of them, in `Mixer.project`.
+changes a parameter is one line for each of them, in `Mixer.project` and, for B and C, in `_unpack`.
 
 Symbols:  A_log + m.A, dt_bias + m.dt, D + m.D   parameters per head at t   (b, h)    eq. 3, 8, 9
           m.B_scale, m.B_shift, and so for C     of the read-in and -out    (b, g n)  eq. 4
@@ -118,7 +118,9 @@ class Modulation:
         config, weight = model.config, model.word_embeddings.weight
         per_head = model.layers[0].mixer.A_log
         zero = per_head.new_zeros(config.n_layer, 1, config.nheads)
-        nothing = weight.new_zeros(config.n_layer, 1, config.ngroups * config.d_state)
+        precise = torch.promote_types(weight.dtype, torch.float32)  # 1.003 is 1 in bfloat16
+        nothing = weight.new_zeros(config.n_layer, 1, config.ngroups * config.d_state,
+                                   dtype=precise)
         default = {"A": zero, "dt": zero, "D": zero, "B_scale": 1 + nothing, "B_shift": nothing,
                    "C_scale": 1 + nothing, "C_shift": nothing}
         rows = []
@@ -138,29 +140,52 @@ class Modulation:
 # ---- the mixer -----------------------------------------------------------------------------------
 
 
+def _on_gpu(v):
+    """Whether kernels may take v; torch.compile makes its own of the formulas."""
+    return v.is_cuda and not torch.compiler.is_compiling()
+
+
+def _unpack(zxBCdt, weight, bias, m, mask, config):
+    """What in_proj packs -> z, x (b, l, h p), B, C (b, l, 2, g, n), dt (b, l, 2 h).
+
+    x, B and C pass a two-sided depthwise convolution and SiLU, then t changes B and C. On a GPU
+    this is one pass over memory.
+    """
+    if _on_gpu(zxBCdt):
+        import mixer_triton  # here, since a CPU needs neither it nor triton
+        if mixer_triton.fits_convolution(zxBCdt, weight, bias):
+            return mixer_triton.unpack(zxBCdt, weight, bias, m, mask, config)
+    bc_width = 4 * config.ngroups * config.d_state
+    z, xBC, dt = zxBCdt.split([config.d_inner, config.d_inner + bc_width, 2 * config.nheads], -1)
+    if mask is not None:
+        xBC = xBC * mask[..., None]            # the two-sided convolution must not see a pad
+    xBC = F.conv1d(xBC.mT, weight, bias, padding="same", groups=len(weight)).mT
+    x, BC = F.silu(xBC).split([config.d_inner, bc_width], dim=-1)         # b l (x, BC BC)
+    B, C = rearrange(BC, "b l (d k g n) -> k b l d g n", d=2, k=2, g=config.ngroups)
+    B = torch.addcmul(m.B_shift, B, m.B_scale).to(B.dtype)                # b l d g n  eq. 4
+    C = torch.addcmul(m.C_shift, C, m.C_scale).to(C.dtype)                # b l d g n  eq. 4
+    return z, x, B, C, dt
+
+
+def _gated_norm(y, z, weight):
+    """RMSNorm of y times silu(z), both (b, l, w): on a GPU one pass as well."""
+    if _on_gpu(y):
+        import mixer_triton
+        if mixer_triton.fits(y, weight):
+            return mixer_triton.gated_norm(y, z, weight, eps=1e-5)
+    return F.rms_norm(y, weight.shape, weight, eps=1e-5) * F.silu(z)
+
+
 def _fused(function):
     """On a GPU, `function` in one pass over memory: torch.compile makes it once, at any length."""
     compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
 
     @functools.wraps(function)
     def either(x, *rest):
-        if x.is_cuda and not torch.compiler.is_compiling():
+        if _on_gpu(x):
             return compiled()(x, *rest)
         return function(x, *rest)
     return either
-
-
-@_fused
-def _conv_silu(x, weight, bias):
-    """silu of the two-sided depthwise convolution of x (b, l, w): a sum of shifted rows."""
-    l, k = x.shape[1], weight.shape[-1]
-    x = F.pad(x, (0, 0, k // 2, k // 2))
-    return F.silu(bias + sum(weight[:, 0, i] * x[:, i:i + l] for i in range(k)))
-
-
-@_fused
-def _gated_norm(y, z, weight):
-    return F.rms_norm(y, weight.shape, weight, eps=1e-5) * F.silu(z)
 
 
 @_fused
@@ -193,30 +218,20 @@ class Mixer(nn.Module):
 
         m: one of `Modulation.by_layer`. It costs five small operations, on (b, h) and on B and C.
         """
-        cfg = self.config
-        bc_width = 4 * cfg.ngroups * cfg.d_state
+        h = self.config.nheads
         zxBCdt = self.in_proj(u)                                          # b l (z, x, BC BC, dt dt)
-        z, xBC, dt = zxBCdt.split([cfg.d_inner, cfg.d_inner + bc_width, 2 * cfg.nheads], dim=-1)
-        if mask is not None:
-            xBC = xBC * mask[..., None]        # the two-sided convolution must not see a pad
-        if xBC.is_cuda:
-            xBC = _conv_silu(xBC, self.conv1d.weight, self.conv1d.bias)   # b l (x, BC BC)
-        else:
-            xBC = F.silu(self.conv1d(xBC.mT).mT)
-        x, BC = xBC.split([cfg.d_inner, bc_width], dim=-1)
-        B, C = rearrange(BC, "b l (d k g n) -> k b l d g n", d=2, k=2, g=cfg.ngroups)
+        z, x, B, C, dt = _unpack(zxBCdt, self.conv1d.weight, self.conv1d.bias, m, mask,
+                                 self.config)                             # eq. 4
         dt = rearrange(dt, "b l (d h) -> b l d h", d=2)
 
-        # Here t changes the operator. exp in float32 always, as in the released modules.
+        # Here t changes the rest. exp in float32 always, as in the released modules.
         A = -torch.exp((self.A_log + m.A).float()).to(self.A_log.dtype)   # b h        eq. 3, 8
         dt = F.softplus(dt + (self.dt_bias + m.dt)[:, None, None])        # b l d h    eq. 3, 9
         D = self.fc_D(x) + (self.D + m.D)[:, None]                        # b l h      eq. 3, 11
-        B = torch.addcmul(m.B_shift.to(B), B, m.B_scale.to(B))            # b l d g n  eq. 4
-        C = torch.addcmul(m.C_shift.to(C), C, m.C_scale.to(C))            # b l d g n  eq. 4
 
         if mask is not None:
             dt = dt * mask[..., None, None]    # nor may a pad enter or decay the state
-        return z, rearrange(x, "b l (h p) -> b l h p", h=cfg.nheads), dt, A, B, C, D
+        return z, rearrange(x, "b l (h p) -> b l h p", h=h), dt, A, B, C, D
 
     def forward(self, u, m, mask=None):
         """u (b, l, d) -> (b, l, d). mask (b, l): False at pads, which change nothing elsewhere."""

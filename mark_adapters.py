@@ -17,6 +17,8 @@ Differs from the paper:
     h is RMS normalised (`mlp_norm`) and the MLPs start orthogonal with zero biases (`init="keep"`).
     With neither, h has a standard deviation of 0.0007 over t at the start; with either, 0.5 to 0.6.
     z = tanh(W_z h): Algorithm 2 wants z in [-1, 1] and does not say how it gets there.
+    What the paper's public code does otherwise, from `init="published"` to `stored_buffers`, are
+    settings, which train.py's --preset published turns on together.
     Eqs. 16 and 17 sum over k = 1..K, Algorithm 2 over 0..K-1, which we take. T_0 = 1 then repeats
     the base of eq. 17; the published sizes count both.
     "UV + UV" (eqs. 17, 20) adds the factors, U to U and V to V, and multiplies afterwards.
@@ -54,11 +56,17 @@ class AdapterConfig:
     degree: int = 5               # Chebyshev: number K of polynomials T_0 .. T_{K-1}
     n_freqs: int = 8              # DCT: frequencies
     timepoints: int = 256         # DCT: points of the signal u
-    init: Literal["keep", "default"] = "keep"  # keep t alive through the MLP, or PyTorch's start
+    # keep t alive through the MLP; PyTorch's start; or the public code's, N(0, 0.02) everywhere
+    init: Literal["keep", "default", "published"] = "keep"
     mlp_norm: bool = True         # RMS normalisation (no parameters) after every SiLU
     bounded_shifts: bool = True   # False (hypernet only, 3.4): B and C shifts without the tanh
     t_scale: float = 1000.0       # the fastest sinusoid of c_t is sin(t_scale t)
     blind: bool = False           # a control: trained and used as if t were 0.5 at all times
+    beta_A: float = 0.2           # where the bound of A's shift starts; the public code: 0.275
+    bounded_z: bool = True        # False (Chebyshev): z = W_z h, without the tanh
+    reversed_t: bool = False      # c_t of 1 - t
+    rounded_angle: bool = False   # the angle t_scale t times frequency as bfloat16 has it
+    stored_buffers: bool = False  # frequencies of c_t and the DCT's basis are saved as weights are
     lora_rank: int | None = None  # LoRA; None: the rank whose size is nearest to the hypernet's
     static_rate: float = 10.0     # static operator: its learning rate, in units of --lr
 
@@ -125,22 +133,36 @@ class StackedLinear(nn.Module):
 class TimestepEmbedding(nn.Module):
     """c_t of section 2: DDPM/DiT sinusoid of 1000 t, Linear, SiLU, Linear. (b,) -> (b, 128)."""
 
-    def __init__(self, init="keep", t_scale=1000.0, blind=False):
+    def __init__(self, cfg):
         super().__init__()
-        self.blind = blind
+        self.t_scale = cfg.t_scale
+        self.blind = cfg.blind
+        self.reversed_t = cfg.reversed_t
+        self.rounded_angle = cfg.rounded_angle
         self.lower = nn.Linear(C_DIM, C_DIM)
         self.upper = nn.Linear(C_DIM, C_DIM)
-        if init == "keep":
+        if cfg.init == "keep":
             for linear in (self.lower, self.upper):
                 nn.init.orthogonal_(linear.weight, C_GAIN)
                 nn.init.zeros_(linear.bias)
         frequency = 10_000.0 ** -(torch.arange(C_DIM // 2) / (C_DIM // 2))  # 1 .. almost 1/10,000
-        self.register_buffer("angular", t_scale * frequency, persistent=False)
+        self.register_buffer("angular", cfg.t_scale * frequency, persistent=cfg.stored_buffers)
+
+    def angle(self, t):
+        """1000 t times each frequency, (b, 64); of 1 - t and rounded where the settings say so."""
+        if self.reversed_t:
+            t = 1 - t
+        if not self.rounded_angle:
+            return t[:, None] * self.angular
+        # Each factor and their product are rounded: above 512 the angle moves in steps of 4.
+        thousand_t = (self.t_scale * t).bfloat16()
+        frequency = (self.angular / self.t_scale).bfloat16()
+        return (thousand_t[:, None] * frequency).to(t.dtype)
 
     def forward(self, t):
         if self.blind:
             t = torch.full_like(t, 0.5)
-        angle = t[:, None] * self.angular                              # b 64
+        angle = self.angle(t)                                          # b 64
         wave = torch.cat([angle.sin(), angle.cos()], -1)               # b 128
         return self.upper(F.silu(self.lower(wave)))                    # b 128
 
@@ -150,7 +172,7 @@ class Conditioned(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.timestep = TimestepEmbedding(cfg.init, cfg.t_scale, cfg.blind)
+        self.timestep = TimestepEmbedding(cfg)
 
     def condition(self, t):
         """t (b,) in [0, 1] or a ready c_t (b, 128) -> c_t (b, 128) in the adapter's own dtype.
@@ -221,7 +243,7 @@ class MarkAdapter(Conditioned):
         self.mlp = nn.ModuleList(StackedLinear(config.n_layer, n_in, n_out, gain)
                                  for n_in, n_out in zip(widths, widths[1:]))
         start = torch.full((config.n_layer, 7), MAGNITUDE)
-        start[:, 0] = math.log(MAGNITUDE / (BETA_A_MAX - MAGNITUDE))   # rho_A = logit(0.4)
+        start[:, 0] = math.log(cfg.beta_A / (BETA_A_MAX - cfg.beta_A))  # rho_A = logit(0.4)
         self.magnitude = nn.Parameter(start)
 
     def readout(self, n_out, zero=False, n_in=None):
@@ -296,12 +318,16 @@ class Chebyshev(MarkAdapter):
     def __init__(self, config, cfg):
         super().__init__(config, cfg)
         self.degree = cfg.degree
+        self.bounded_z = cfg.bounded_z
         self.z = self.readout(self.n_shifts)
         self.shift = self.readout(cfg.degree * self.shift_size, zero=True)      # m k s
         self.UV = self.readout_UV(1 + cfg.degree)                               # base, then each k
 
     def heads(self, h):
-        T = chebyshev_basis(self.z(h).tanh(), self.degree)                      # y b k s
+        z = self.z(h)                                                           # y b s
+        if self.bounded_z:
+            z = z.tanh()
+        T = chebyshev_basis(z, self.degree)                                     # y b k s
         theta = rearrange(self.shift(h), "y b (m k s) -> y b m k s", m=3, k=self.degree)
         shift = (theta * T[:, :, None]).sum(-2).flatten(2)                      # y b (m s)
         # UV = base + sum over k of Tbar_k UV_k: the base is one more term, of weight 1.
@@ -321,8 +347,9 @@ class DCT(MarkAdapter):
         self.shift = self.readout(self.shift_size, zero=True, n_in=cfg.timepoints)
         self.UV = self.readout_UV()
         self.UV_basis = self.readout_UV(n_in=cfg.timepoints)
-        self.register_buffer("basis", dct_basis(cfg.n_freqs, cfg.timepoints), persistent=False)
-        self.register_buffer("order", 1.0 + torch.arange(cfg.n_freqs), persistent=False)
+        stored = cfg.stored_buffers
+        self.register_buffer("basis", dct_basis(cfg.n_freqs, cfg.timepoints), persistent=stored)
+        self.register_buffer("order", 1.0 + torch.arange(cfg.n_freqs), persistent=stored)
 
     def heads(self, h):
         damping = self.order ** -(F.softplus(self.alpha) + 1e-4)                # y 1 f
@@ -350,16 +377,32 @@ def make_adapter(kernel, config, **settings):
     cfg = AdapterConfig(**settings)
     check_adapter(kernel, cfg)
     adapter = KERNELS[kernel](config, cfg)
+    if cfg.init == "published":
+        published_start(adapter)
     adapter.kernel = kernel
     adapter.settings = settings
     adapter.backbone = config.weights
     return adapter
 
 
+@torch.no_grad()
+def published_start(adapter):
+    """The public code's start, which is BERT's: every linear map N(0, 0.02) with zero biases. The
+    readouts too, so that it is not the identity.
+    """
+    for name, p in adapter.named_parameters():
+        if name.endswith("weight"):
+            p.normal_(std=0.02)
+        if name.endswith("bias"):
+            p.zero_()
+
+
 def check_adapter(kernel, cfg):
     """Raise UserError where an AdapterConfig cannot be made."""
-    if cfg.init not in ("keep", "default"):
-        raise UserError(f"init: got {cfg.init!r}, need keep or default")
+    if cfg.init not in ("keep", "default", "published"):
+        raise UserError(f"init: got {cfg.init!r}, need keep, default or published")
+    if not 0 < cfg.beta_A < BETA_A_MAX:
+        raise UserError(f"beta_A: got {cfg.beta_A}, need a number between 0 and {BETA_A_MAX}")
     if not cfg.bounded_shifts and kernel != "hypernet":
         raise UserError(f"bounded_shifts=False: got kernel {kernel!r}, need hypernet (3.4)")
     least = {"n_shifts": 1, "mlp_dim": 1, "rank": 1, "degree": 2, "n_freqs": 1,

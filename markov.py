@@ -27,7 +27,10 @@ Differs from the paper: its public figure takes the forward direction alone, Del
           tokens, in both directions, and each head has the whole state; averages are root mean
           squares, not means of norms. Every t sees one text, masked at --masked, and each layer the
           activations of the frozen backbone, so that operators differ by their modulation alone.
-          Bbar = Delta B, as in the scan that runs; --zoh takes eq. 5's zero-order hold.
+          Bbar = Delta B, as in the scan that runs; --zoh takes eq. 5's zero-order hold. --published
+          draws the public figure beside ours, by its own recipe (`published_profiles`).
+Upstream: github.com/ibitec7/mark, commit 18a855b: analysis/dynamics_analysis.py,
+          markov_head_sequence.py, markov_io_capture.py (the recipe of --published).
 """
 import dataclasses
 import math
@@ -187,6 +190,49 @@ def coefficients(adapter, points=257):
     return found
 
 
+# ---- the public figure's recipe ------------------------------------------------------------------
+
+
+PADDED, AT = 512, 256  # a text is padded to this length, and read at this position
+
+
+@torch.no_grad()
+def published_profiles(model, adapter, input_ids, pad_id):
+    """Figure 3 by the recipe of the paper's public code, for ids (l,): six lists over LAGS, of tau
+    = TIMES and of the frozen backbone, where tau = 1 - t is what that code feeds its adapters.
+
+    B and C are the forward ones before modulation, at position AT of the padded text, with an
+    adapter that is told 0.5. The state is cut into as many parts as there are heads, Delta is that
+    of dt_bias alone, and a curve is the root of a sum of squares over layers and heads. A text of
+    fewer than 253 tokens is a pad there, so that B and C are SiLU of the convolution's bias,
+    whatever the text.
+    """
+    ids = F.pad(input_ids[:PADDED], (0, PADDED - len(input_ids[:PADDED])), value=pad_id)[None]
+    real = ids != pad_id                                                  # 1 l
+    inputs = mixer_inputs(model, ids, adapter(0.5), real)
+    scans = scan_inputs(model, inputs, None, real)
+    B = torch.stack([scan.B[0, AT, 0, 0] for scan in scans])[:, None]     # y 1 n
+    C = torch.stack([scan.C[0, AT, 0, 0] for scan in scans])[:, None]     # y 1 n
+    told = adapter(1 - torch.tensor(TIMES))
+    A_log = torch.stack([layer.mixer.A_log for layer in model.layers])[:, None]      # y 1 h
+    dt_bias = torch.stack([layer.mixer.dt_bias for layer in model.layers])[:, None]  # y 1 h
+    curves = published_curve(A_log + told.A, dt_bias + told.dt, B * told.B_scale + told.B_shift,
+                             C * told.C_scale + told.C_shift)             # t k
+    frozen = published_curve(A_log, dt_bias, B, C)                        # 1 k
+    return torch.cat([curves, frozen]).tolist()
+
+
+def published_curve(A_log, dt_bias, B, C):
+    """sqrt of the sum over y and h of (<B, C> of the head's part of the state, times decay^k)^2:
+    (t, k) of A_log and dt_bias (y t h), B and C (y t n).
+    """
+    rate = A_log.double().exp() * F.softplus(dt_bias.double())            # y t h
+    parts = (B * C).double().tensor_split(rate.shape[-1], -1)
+    gain = torch.stack([part.sum(-1) for part in parts], -1)              # y t h
+    m = gain[..., None] * torch.exp(-rate[..., None] * LAGS)              # y t h k
+    return m.square().sum((0, 2)).sqrt()                                  # t k
+
+
 # ---- one adapter ---------------------------------------------------------------------------------
 
 
@@ -342,6 +388,21 @@ def draw_curves(panel, found):
     panel.text(0.04, 0.06, bound, transform=panel.transAxes, fontsize=9)
 
 
+def draw_published(by_adapter, path):
+    """The public figure: what `published_profiles` found, a panel for each adapter."""
+    figure = common.new_figure(3.6 * len(by_adapter) + 1.6, 3.4)
+    panels = figure.subplots(1, len(by_adapter), sharey=True, squeeze=False)[0]
+    for panel, (name, (*curves, frozen)) in zip(panels, by_adapter.items()):
+        for curve, tau, color in zip(curves, TIMES, colors_of_times()):
+            panel.plot(LAGS, curve, color=color, label=f"tau = {tau}")
+        panel.plot(LAGS, frozen, "k--", lw=1, label="frozen")
+        panel.set(title=f"{name}, the public recipe", xlabel="lag k", yscale="log",
+                  ylim=(1e-12, None))
+    panels[0].set_ylabel("root of the sum of squares\nover layers and heads")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    common.save_figure(figure, path)
+
+
 def draw_operators(by_adapter, grid, path):
     """Half-life by layer and t, and the distance between operators at two times."""
     figure = common.new_figure(3.6 * len(by_adapter) + 1.2, 6.2)
@@ -446,6 +507,7 @@ class Config:
     """Draw the memory profiles of adapters at frozen times, and a layer's mixer as a matrix."""
     adapter: tuple[str, ...] = ()        # run folders or files; default: the shipped ones
     weights: str = "small"               # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False                 # NOT it, but what the paper's code makes of it
     data: tuple[str, ...] = ("embedded",)  # text of the sample
     vocab: str = "bytes"                 # "bytes", "bert-base-uncased" or a vocab.txt
     seqlen: int = 128                    # tokens of a window
@@ -453,6 +515,7 @@ class Config:
     masked: float = 0.3                  # share of the sample that is masked, at every t
     grid: int = 17                       # even times in the pictures over t
     zoh: bool = False                    # Bbar by zero-order hold in place of Delta B
+    published: bool = False              # Figure 3 by the recipe of the paper's public code, too
     sentence: str = "It is a truth universally acknowledged"  # whose mixer matrices are drawn
     layer: int | None = None             # of the matrices; default: the middle one
     plugin: str = ""                     # Python file of your own, run first; it adds geometries
@@ -484,7 +547,7 @@ def masked_sample(cfg, tokenizer):
 def main(cfg):
     run_plugin(cfg.plugin)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights)
+    model = load_backbone(cfg.weights, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     check_config(cfg, model)
     env = common.banner("markov.py", cfg, "cpu", model)
@@ -502,16 +565,24 @@ def main(cfg):
     layer = (model.config.n_layer - 1) // 2 if cfg.layer is None else cfg.layer
     M, half_lives = mixer_matrices(model, sentence, layer)
 
+    public = {}
+    if cfg.published:
+        for name, adapter in adapters.items():
+            public[name] = published_profiles(model, adapter, sentence, tokenizer.pad_id)
     table = memory_table(by_adapter)
     common.log(f"\n{real.sum()} tokens, both directions, {len(model.layers)} layers; distances as "
                f"shares of the frozen operator's norm\n\n{table}\n")
     result = {"adapters": by_adapter, "lags": LAGS.tolist(), "grid": grid, "table": table,
               "matrices": {"layer": layer, "half_life": half_lives.tolist()}}
+    if public:
+        result["published"] = public
     folder = result_folder("markov", cfg.adapter)
     common.save_result(folder / "result.json", result, cfg, env)
     draw_profiles(by_adapter, folder / "fig3_profiles.png")
     draw_operators(by_adapter, grid, folder / "fig3_operators.png")
     draw_coefficients(learned, folder / "fig3_coefficients.png")
+    if public:
+        draw_published(public, folder / "fig3_published.png")
     letters = [tokenizer.decode([i]) for i in sentence.tolist()]
     draw_matrices(M, half_lives, letters, layer, folder / "mixer_matrix.png")
     shown = folder.relative_to(common.ROOT)

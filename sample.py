@@ -59,6 +59,7 @@ class Config:
     remask: bool = False        # filled tokens may become [MASK] again
     adapter: str = "chebyshev"  # shipped, as "dct" and "hypernet"; a run folder or file; "none"
     weights: str = "small"      # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False        # NOT it, but what the paper's code makes of it
     vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
     plugin: str = ""            # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -547,7 +548,7 @@ def main(cfg):
     run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights, device=device)
+    model = load_backbone(cfg.weights, device=device, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     adapter = load_named_adapter(cfg.adapter, model.config, device)
     env = common.banner("sample.py", cfg, device, model)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import SOURCE, SURROGATE, UserError, progress
+from common import SOURCE, SURROGATE, UserError, log, progress
 
 EMBEDDED = SOURCE / "assets" / "tinyshakespeare.txt"  # what "embedded" names
 LONGEST = 1 << 20                                  # characters of a .txt document
@@ -171,8 +171,9 @@ def make_tokenizer(name):
 def fetch(repo, filename, size, sha256, instead, revision=None):
     """The path of a hub's file in huggingface_hub's cache, fetched where it is not there yet.
 
-    Its size and hash are checked. Raises UserError, without a network within seconds; `instead`
-    says in the message what the user can give in place of the file.
+    Its size and hash are checked; where they are not known (None), they are printed. Raises
+    UserError, without a network within seconds; `instead` says in the message what the user can
+    give in place of the file.
     """
     import huggingface_hub as hub
     try:
@@ -191,7 +192,10 @@ def fetch(repo, filename, size, sha256, instead, revision=None):
         while block := file.read(1 << 22):
             digest.update(block)
     got = os.path.getsize(path)
-    if (got, digest.hexdigest()) != (size, sha256):
+    if sha256 is None:
+        log(f"{filename} of {repo}@{revision}: {got:,} bytes, sha256 {digest.hexdigest()}; no hash "
+            "of it is known here, so compare it with the one that the hub shows")
+    elif (got, digest.hexdigest()) != (size, sha256):
         # The path in the cache is a link: deleting it alone would leave what it leads to.
         raise UserError(f"{os.path.realpath(path)}: {got} bytes with sha256 {digest.hexdigest()}, "
                         f"expected {size} and {sha256}; delete the file and try again")

@@ -54,15 +54,17 @@ class Config(AdapterConfig):
     From Python, `common.from_preset(Config, PRESETS, "paper", ...)` makes a preset's settings; the
     field `preset` alone is a label.
     """
-    MAY_BE_ZERO: ClassVar = ("warmup", "eval_every")
+    MAY_BE_ZERO: ClassVar = ("warmup", "eval_every", "t_jitter")
     # hypernet, chebyshev, dct (geometries), inject, adaln, lora, static (baselines), a geometry on
     # top of one (lora+hypernet, lora+chebyshev, lora+dct, static+hypernet, static+chebyshev,
     # static+dct), or what --plugin adds
     kernel: str = "chebyshev"
     plugin: str = ""                # Python file of your own, run first; it adds geometries
-    preset: Literal["demo", "shipped", "paper"] = "demo"  # shipped: the adapters in assets/
+    # shipped: the adapters in assets/; published: the paper's run with all that its code departs in
+    preset: Literal["demo", "shipped", "paper", "published"] = "demo"
     name: str = ""                  # run folder under runs/; default <preset>_<kernel>
     weights: str = "small"          # backbone: "small", "goombalab/hydra" or a path
+    sliced: bool = False            # NOT it, but what the paper's code makes of it (published.py)
     vocab: str = "bytes"            # "bytes", "bert-base-uncased" or the path of a vocab.txt
     data: tuple[str, ...] = ("embedded",)  # text files, folders of them, or shards
     valid: tuple[str, ...] = ()     # held-out text; default: 5 % of --data, on which none trains
@@ -82,6 +84,10 @@ class Config(AdapterConfig):
     cart_p: float = 0.45
     stratified: bool = False        # one t in each of global_batch equal intervals
     t_hole: tuple[float, float] = (0.0, 0.0)  # an interval of t that is left out of training
+    t_per_batch: bool = False       # one t for all sequences of a step
+    t_jitter: float = 0.0           # noise in the masking rate, of which the adapter is not told
+    pads_as_context: bool = False   # CART counts [PAD] as visible
+    warmup_from_zero: bool = False  # the first step has rate 0, and so does nothing
     modulate: Literal[MODES[:-1]] = "full"  # what the adapter may reach: the columns of Table 2
     mlp_dim: int = 64               # width of the adapter's MLP; 256 in the paper
     bf16: bool = False              # backbone in bfloat16; A_log, dt_bias, D and adapter in float32
@@ -96,13 +102,29 @@ class Config(AdapterConfig):
     seed: int = 42
 
 
+PAPER = dict(
+    weights="goombalab/hydra", vocab="bert-base-uncased", data=(), device="cuda", seqlen=4096,
+    global_batch=112, micro_batch=16, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
+    workers=8, eval_every=720, eval_windows=128, save_every=240)  # for 80 GB; 8 fit 40 GB
+PUBLISHED = dict(  # where the paper's public code departs from its text (github.com/ibitec7/mark)
+    kernel="hypernet",        # of whose run the schedule is; for chebyshev and dct it has
+                              # --global-batch 32 --warmup 2000 --steps 40000
+    sliced=True,              # 12 heads of 128
+    init="published",         # random heads, every map N(0, 0.02): no identity at the start
+    mlp_norm=False,           # so the spread of h over t is 7e-6 at the start
+    beta_A=0.5 / (1 + math.exp(-0.2)),  # 0.275
+    bounded_z=False,
+    reversed_t=True,          # the adapter is fed 1 - t
+    rounded_angle=True,       # by bf16-true
+    t_per_batch=True,
+    t_jitter=0.05,
+    pads_as_context=True,
+    warmup_from_zero=True)
 PRESETS = {
     "demo": {},
     "shipped": dict(seqlen=256, steps=600, lr=2e-3, eval_every=0, eval_windows=128),
-    "paper": dict(
-        weights="goombalab/hydra", vocab="bert-base-uncased", data=(), device="cuda", seqlen=4096,
-        global_batch=112, micro_batch=4, steps=14_400, warmup=720, lr=6e-4, mlp_dim=256, bf16=True,
-        checkpointing=True, workers=8, eval_every=720, eval_windows=128, save_every=240),
+    "paper": PAPER,
+    "published": PAPER | PUBLISHED,
 }
 FREE = ("max_steps", "micro_batch", "workers", "device", "resume", "overwrite", "save_every",
         "checkpointing", "plugin", "tensorboard")  # what a resumed run may change
@@ -156,14 +178,15 @@ def weigh(cfg, item, tokenizer):
     if cfg.weighting == "elbo":
         w = elbo_weights(item["masked"], item["t"])
         return w, maskable_tokens(item["x0"], tokenizer).sum()
-    w = cart_weights(item["masked"], cfg.cart_p, item["x0"] != tokenizer.pad_id)
+    visible = None if cfg.pads_as_context else item["x0"] != tokenizer.pad_id
+    w = cart_weights(item["masked"], cfg.cart_p, visible)
     return w, item["masked"].sum()
 
 
-def learning_rate(step, steps, warmup, peak, min_ratio=0.1):
+def learning_rate(step, steps, warmup, peak, min_ratio=0.1, from_zero=False):
     """Linear warm-up over `warmup` steps, then cosine to min_ratio * peak (Table 6)."""
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * (step + (0 if from_zero else 1)) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     return peak * (min_ratio + (1 - min_ratio) * cosine)
@@ -186,7 +209,7 @@ def backward(denoiser, items, weights, count, tokenizer):
     for i, (item, w) in enumerate(zip(items, weights)):
         last = i + 1 == len(items)
         with contextlib.nullcontext() if last or world == 1 else denoiser.no_sync():
-            real = item["x0"] != tokenizer.pad_id
+            real = item["x0"] != tokenizer.pad_id if item["padded"] else None
             ce = denoiser(item["x_t"], item["t"], item["x0"], item["masked"], real)
             loss = cart_loss(ce, item["masked"], w, "sum") / count             # eq. 23
             (loss * world).backward()
@@ -217,7 +240,9 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             items, weights, counts = [], [], []
             for _ in loader.batch_sampler.slots:
                 item = next(micro_batches)
+                padded = (item["x0"] == tokenizer.pad_id).any().item()  # here a GPU need not answer
                 item = {name: v.to(device, non_blocking=True) for name, v in item.items()}
+                item["padded"] = padded
                 w, n = weigh(cfg, item, tokenizer)
                 items.append(item)
                 weights.append(w)
@@ -227,7 +252,8 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
             count = max(1.0, shared[0].item())
             stop = shared[1].item() > 0
 
-            lr = learning_rate(step, cfg.steps, cfg.warmup, cfg.lr, cfg.min_lr_ratio)
+            lr = learning_rate(step, cfg.steps, cfg.warmup, cfg.lr, cfg.min_lr_ratio,
+                               cfg.warmup_from_zero)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.zero_grad(set_to_none=True)
@@ -330,6 +356,10 @@ def check(cfg, world):
         need("global-batch", cfg.global_batch, f"at least one sequence for each of {world} ranks")
     if not 0 <= cfg.t_hole[0] <= cfg.t_hole[1] < 1:
         need("t-hole", cfg.t_hole, "two times, 0 <= a <= b < 1")
+    if cfg.t_per_batch and (cfg.stratified or cfg.t_hole != (0.0, 0.0)):
+        need("t-per-batch", "--stratified or --t-hole too", "it alone")
+    if cfg.t_jitter and cfg.weighting == "elbo":
+        need("t-jitter", "--weighting elbo", "cart: 1/t is right for the masking rate alone")
     if not all(0 <= beta < 1 for beta in cfg.betas):
         need("betas", cfg.betas, "two numbers, 0 <= beta < 1")
     if cfg.max_steps > cfg.steps:
@@ -379,7 +409,7 @@ def begin(cfg, folder, inputs, env, denoiser, optimizer, device):
 def make_denoiser(cfg, device, backbone=None):
     """The frozen backbone of cfg.weights, or the one given, and a new adapter for it."""
     dtype = torch.bfloat16 if cfg.bf16 else torch.float32
-    backbone = backbone or load_backbone(cfg.weights, dtype, device)
+    backbone = backbone or load_backbone(cfg.weights, dtype, device, sliced=cfg.sliced)
     backbone.checkpointing = cfg.checkpointing
     torch.manual_seed(cfg.seed)  # the adapter's first weights; nothing else draws from this stream
     adapter = make_adapter(cfg.kernel, backbone.config, **adapter_settings(cfg)).to(device)
@@ -390,7 +420,8 @@ def make_loader(cfg, windows, tokenizer, start, device):
     """Micro-batches of this rank, from step `start` on."""
     rank, world = common.rank_and_world()
     dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
-                               stratified=cfg.stratified, t_hole=cfg.t_hole)
+                               stratified=cfg.stratified, t_hole=cfg.t_hole,
+                               t_per_batch=cfg.t_per_batch, t_jitter=cfg.t_jitter)
     return DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
                       num_workers=cfg.workers, pin_memory=device.type == "cuda",
                       worker_init_fn=common.begin_worker)
@@ -454,7 +485,7 @@ def run(cfg, device, backbone=None):
     adapter = denoiser.adapter
     if journal.main_rank:
         save_adapter(folder / "adapter.safetensors", adapter, step=done, weights=cfg.weights,
-                     vocab=tokenizer.fingerprint, modulate=cfg.modulate)
+                     sliced=cfg.sliced, vocab=tokenizer.fingerprint, modulate=cfg.modulate)
     found = compare(denoiser.backbone, adapter, draws, cfg.modulate, cfg.seed, frozen)
     spread["end"] = modulation_spread(adapter)
     result = {"step": done, "tokens": done * cfg.global_batch * cfg.seqlen,
@@ -496,6 +527,8 @@ def next_command(cfg, path):
         command += ["--plugin", cfg.plugin]
     if cfg.weights != "small":
         command += ["--weights", cfg.weights, "--vocab", cfg.vocab]
+    if cfg.sliced:
+        command += ["--sliced"]
     if cfg.seqlen != Config.seqlen:
         command += ["--seqlen", str(cfg.seqlen)]
     if cfg.data != ("embedded",):

@@ -1,12 +1,16 @@
 """One check of the scan and of the whole model on a GPU: right values and gradients, then times.
 
-Run:      python -m experiments.gpu_check                (a CUDA machine; not run yet)
-          python -m experiments.gpu_check --device cpu   (rehearses it, small, in 10 seconds)
+Run:      python -m experiments.gpu_check                (a CUDA machine, 6 minutes at most; not run
+                                                          yet; it needs no tyro)
+          python -m experiments.gpu_check --device cpu   (rehearses it, small, in 30 seconds)
           python -m experiments.publish runs/gpu_check --name NAME
 Last line: "gpu check: frozen pass at (b, l) = (1, 512), on cuda: NN ms"
 
 Before any time is taken, the scan, the fused steps of the mixer, a training step and a CUDA graph
-are compared with the same formulas in float64; tests/test_gpu.py does this at more sizes.
+are compared with the same formulas in float64; tests/test_gpu.py does this at more sizes. Where one
+of them is wrong, no time is taken. Where one fails or faults, the others are worth having: cases
+run in groups, each in a fresh process with a time limit (isolated.py), and result.json is written
+after each case. The limits of the groups, SECONDS, add up to 340 s; that is what bounds the whole.
 
 What one layer moves forward at (b, l) = (8, 4096) in bfloat16, weights (15 MB) left out. A step
 reads what it needs and writes what it makes once; what is read again at once (B and C by each head,
@@ -16,18 +20,17 @@ the rows around a row) comes from a cache. tests/test_gpu_check.py counts it fro
     in_proj                                 0.27
     convolution and SiLU, one pass          0.23
     D and dt                                0.13
-    B and C, modulated                      0.03
     scan: decays                            0.02
     scan: states                            0.42
     scan: y                                 0.44
     norm and gate, one pass                 0.30
     out_proj                                0.15
     residual and LayerNorm, one pass        0.15
-    together                                2.15
+    together                                2.12
 
 The reference Hydra moves 4.97 GB, 2.27 of them in flips, concatenations, rolls and repeats, none of
-which is left. More fusion could still save 0.23: D's own pass over x, x read once for each
-direction's states, and the pass that modulates B and C.
+which is left. More fusion could still save 0.20: D's own pass over x, and x read once for each
+direction's states.
 
 Symbols:  b batch, l length; forward_ms and both_ms (with backward) are medians over the rounds
           error   norm of the difference over the norm of what is right, the worst of all tensors
@@ -39,8 +42,8 @@ import dataclasses
 import functools
 import importlib.util
 import statistics
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+import sys
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +52,7 @@ import common
 import hydra_ssm
 from cart import cart_loss, cart_weights
 from chunk_scan import bidirectional_scan, chunked_scan
+from experiments.isolated import Group, run_group
 from experiments.measure import make_model, milliseconds
 from experiments.scan_bench import random_inputs
 from hydra_ssm import HydraConfig
@@ -58,6 +62,12 @@ from train import Denoiser
 SMALL = HydraConfig(260, d_model=64, n_layer=2, d_state=16, headdim=16)  # sizes that kernels take
 REHEARSAL = HydraConfig(d_model=64, n_layer=1)
 SIZES = {"cuda": ((8, 4096), (1, 512)), "cpu": ((1, 64),)}               # (b, l) that are timed
+
+# Limits of the two groups of values, and of those of times at each size. An estimate: a process
+# starts in 10 s, the scan's kernels compile in 8 s for each dtype and model size, the fused steps
+# in 20 s; a later process finds them in the caches of Triton and torch.compile. A model's times at
+# (8, 4096) take 2 s for each adapter.
+SECONDS = {"values": (80, 80), "scan": (30, 25), "model": (70, 55)}
 
 # Of an error. In a training step the angle 1000 t of c_t is rounded before its sine is taken: this
 # alone moves float32 gradients by 1e-4. In bfloat16 the roundings of all layers come together.
@@ -117,6 +127,15 @@ def scan_error(config, l, dtype, device, seed):
     return error_of(bidirectional_scan, reference, inputs, seed)
 
 
+def convolved(packed, weight, bias, scale, shift):
+    """x, B and C behind `hydra_ssm._unpack` in one tensor, B and C with the same scale and shift.
+    """
+    m = hydra_ssm.Modulation(B_scale=scale, B_shift=shift, C_scale=scale, C_shift=shift)
+    config = HydraConfig(d_model=16, d_state=scale.shape[-1], headdim=16)
+    _, *outputs, _ = hydra_ssm._unpack(packed, weight, bias, m, None, config)
+    return torch.cat([v.flatten(2) for v in outputs], -1)
+
+
 def fused_steps(l, dtype, device, seed, width=48):
     """{name: (a step that is one pass on a GPU, its inputs)}. Rows come from a projection, packed
     beside others, as in the mixer; weights are frozen.
@@ -125,16 +144,21 @@ def fused_steps(l, dtype, device, seed, width=48):
     packed = torch.randn(2, l, 2 * width + 5, generator=generator).to(device, dtype)
     conv = torch.randn(width, 1, 7, generator=generator).to(device, dtype)
     weight, bias = torch.randn(2, width, generator=generator).to(device, dtype)
+    factors = torch.randn(2, 2, 1, 1, 1, 4, generator=generator).to(device)
+    factors = [factor.requires_grad_() for factor in factors]                # b 1 1 g n
+    zxBCdt = packed[..., :32 + width + 4].detach().requires_grad_()          # x 32, B and C 16
     x = packed[..., 3:3 + width].detach().requires_grad_()                   # b l width
     z = packed[..., -width:].detach().requires_grad_()
-    return {"convolution and SiLU": (hydra_ssm._conv_silu, (x, conv, bias)),
+    return {"convolution and SiLU": (convolved, (zxBCdt, conv, bias, *factors)),
             "norm and gate": (hydra_ssm._gated_norm, (x, z, weight)),
             "residual and LayerNorm": (hydra_ssm._add_norm, (x, z, weight, bias))}
 
 
 def fused_error(step, inputs, seed):
-    """Of a fused step's values and gradients, against its own formula, uncompiled in float64."""
-    return error_of(step, step.__wrapped__, inputs, seed)
+    """Of a fused step's values and gradients, against its own formula in float64, which no kernel
+    takes, uncompiled.
+    """
+    return error_of(step, getattr(step, "__wrapped__", step), inputs, seed)
 
 
 def step_results(denoiser, batch):
@@ -213,50 +237,35 @@ def graph_error(dtype, seed, l=70):
     return worst_error([got], [model.hidden(ids)])
 
 
-class Found(NamedTuple):
-    """An error, and what it may be."""
-    what: str
-    error: float
-    bound: float
-
-
-def find_errors(config, l, dtype, device, seed):
-    """Found of everything above in one dtype."""
-    bound = BOUNDS[dtype]
-    found = [Found("the scan", scan_error(config, l, dtype, device, seed), bound)]
-    for name, (step, inputs) in fused_steps(l, dtype, device, seed).items():
-        found.append(Found(name, fused_error(step, inputs, seed), bound))
-    error = training_error(dtype, device, seed)
-    found.append(Found("a training step", error, TRAINING_BOUNDS[dtype]))
+def value_cases(dtype, device):
+    """What is compared in one dtype, with what is allowed: the rows of `value_functions`."""
+    steps = fused_steps(1, torch.float32, "cpu", 0)
+    names = ["the scan", *steps, "a training step"]
     if device == "cuda":
-        error = graph_error(dtype, seed)
-        found.append(Found("a CUDA graph of the frozen pass", error, bound))
-    return found
+        names.append("a CUDA graph of the frozen pass")
+    cases = []
+    for name in names:
+        bounds = TRAINING_BOUNDS if name == "a training step" else BOUNDS
+        cases.append({"what": name, "dtype": str(dtype), "bound": bounds[dtype]})
+    return cases
 
 
-def check_errors(config, l, device, seed):
-    """Rows of everything above. Raises UserError where an error is too large, or not a number."""
-    rows = []
-    for dtype in BOUNDS:
-        for what, error, bound in find_errors(config, l, dtype, device, seed):
-            common.log(f"{what} in {dtype}: off by {error:.1e}")
-            if not error < bound:
-                raise common.UserError(f"gpu check: {what} is wrong in {dtype}, by {error:.1e} of "
-                                       f"the norm where {bound} is allowed; its times would mean "
-                                       "nothing")
-            rows.append({"what": what, "dtype": str(dtype), "error": error, "bound": bound})
-    return rows
+def value_functions(config, l, dtype, device, seed):
+    """For each of `value_cases` a function that finds its error."""
+    functions = [functools.partial(scan_error, config, l, dtype, device, seed)]
+    for step, inputs in fused_steps(l, dtype, device, seed).values():
+        functions.append(functools.partial(fused_error, step, inputs, seed))
+    functions.append(functools.partial(training_error, dtype, device, seed))
+    if device == "cuda":
+        functions.append(functools.partial(graph_error, dtype, seed))
+    return [functools.partial(as_row, function) for function in functions]
+
+
+def as_row(function):
+    return {"error": function()}
 
 
 # ---- how long does it take? ----------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    """What is timed, and the leaves whose gradients are."""
-    part: Literal["scan", "model"]
-    kind: str                # an implementation, or an adapter
-    function: Callable
-    inputs: list
 
 
 def mamba_scan(x, dt, A, B, C, D):
@@ -276,37 +285,57 @@ def mamba_scan(x, dt, A, B, C, D):
     return forward + backward.flip(1) + D[..., None].to(x.dtype) * x
 
 
-def scan_cases(config, b, l, dtype, device, seed):
-    """The scan by each implementation that is there."""
+def scans():
+    """The implementations of the scan that are there, by name."""
+    found = {"kernels": bidirectional_scan, "PyTorch path": chunked_scan}
+    if importlib.util.find_spec("mamba_ssm"):
+        found["mamba-ssm as Hydra uses it"] = mamba_scan
+    return found
+
+
+def scan_functions(config, b, l, device, seed):
+    """For each of `scans` a function that times it."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = scan_inputs(b, l, config, dtype, device, seed)
     inputs[2] = inputs[2][0].detach().requires_grad_()  # one A for all: mamba-ssm knows no other
-    plain = functools.partial(chunked_scan, chunk_size=config.chunk_size)
-    scans = {"kernels": bidirectional_scan, "PyTorch path": plain}
-    if importlib.util.find_spec("mamba_ssm"):
-        scans["mamba-ssm as Hydra uses it"] = mamba_scan
-    return [Case("scan", kind, functools.partial(scan, *inputs), inputs)
-            for kind, scan in scans.items()]
+    functions = []
+    for scan in scans().values():
+        if scan is chunked_scan:
+            scan = functools.partial(chunked_scan, chunk_size=config.chunk_size)
+        function = functools.partial(scan, *inputs)
+        functions.append(functools.partial(forward_and_backward, function, inputs, device))
+    return functions
 
 
-def conditioned_pass(model, adapter, ids, t):
-    return model.hidden(ids, adapter(t))
+GRAPH = "none, as a CUDA graph"
 
 
-def model_cases(model, b, l, device):
-    """The whole model with each adapter; frozen, also as a CUDA graph."""
-    config = model.config
+def model_kinds(device):
+    """The adapters that the whole model is timed with."""
+    kinds = list(KERNELS)
+    if device == "cuda":
+        kinds.append(GRAPH)
+    return kinds
+
+
+def model_functions(config, b, l, device, seed):
+    """For each of `model_kinds` a function that times it; each makes its own adapter."""
+    torch.manual_seed(seed)
+    model = make_model(config, device)
     ids = torch.randint(config.vocab_size, (b, l), device=device)
     t = torch.full((b,), 0.5, device=device)
-    cases = []
-    for kernel in KERNELS:
-        adapter = make_adapter(kernel, config).to(device)
-        trained = [p for p in adapter.parameters() if p.requires_grad]
-        function = functools.partial(conditioned_pass, model, adapter, ids, t)
-        cases.append(Case("model", kernel, function, trained))
-    if device == "cuda":
+    return [functools.partial(time_model, model, kind, ids, t) for kind in model_kinds(device)]
+
+
+def time_model(model, kind, ids, t):
+    """`forward_and_backward` of the model with an adapter, or of the frozen one as a CUDA graph."""
+    device = ids.device.type
+    if kind == GRAPH:
         graph = CudaGraph(functools.partial(model.hidden, ids))
-        cases.append(Case("model", "none, as a CUDA graph", graph, []))
-    return cases
+        return forward_and_backward(graph, [], device)
+    adapter = make_adapter(kind, model.config, init="default").to(device)  # quickly made
+    trained = [p for p in adapter.parameters() if p.requires_grad]
+    return forward_and_backward(lambda: model.hidden(ids, adapter(t)), trained, device)
 
 
 def median_ms(function, device, rounds):
@@ -315,43 +344,62 @@ def median_ms(function, device, rounds):
     return statistics.median(milliseconds(function, device) for _ in range(rounds))
 
 
-def forward_and_backward(case, device, rounds=10):
-    """Median ms of a Case, and with the gradients of its inputs; on a GPU, its peak MiB."""
+def forward_and_backward(function, inputs, device, rounds=10):
+    """Median ms of a function, and with the gradients of `inputs`; on a GPU, its peak MiB."""
     def forward():
         with torch.no_grad():
-            case.function()
+            function()
 
     def both():
-        y = case.function()
-        torch.autograd.grad(y, case.inputs, torch.ones_like(y), allow_unused=True)
+        y = function()
+        torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     row = {"forward_ms": median_ms(forward, device, rounds)}
-    if case.inputs:
+    if inputs:
         row["both_ms"] = median_ms(both, device, rounds)
     if device == "cuda":
         row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return row
 
 
-def time_cases(cases, b, l, device):
-    """A row for each Case. One that fails has its error there: the others are worth having."""
-    rows = []
-    for case in cases:
-        row = {"part": case.part, "kind": case.kind, "batch": b, "length": l}
-        try:
-            row |= forward_and_backward(case, device)
-        except Exception as error:  # of any library here
-            row["failed"] = f"{type(error).__name__}: {error}"[:200]
-        rows.append(row)
-        common.log(describe(row))
-    return rows
+# ---- the groups ----------------------------------------------------------------------------------
+
+
+def value_groups(config, l, device, seed):
+    """What is compared with a reference, by dtype."""
+    groups = []
+    for dtype, seconds in zip(BOUNDS, SECONDS["values"], strict=True):
+        groups.append(Group(f"values in {dtype}", value_cases(dtype, device), value_functions,
+                            (config, l, dtype, device, seed), seconds))
+    return groups
+
+
+def time_groups(config, device, seed):
+    """What is timed, by size, scans apart from models."""
+    groups = []
+    for k, (b, l) in enumerate(SIZES[device]):
+        for part, kinds, make in (("scan", list(scans()), scan_functions),
+                                  ("model", model_kinds(device), model_functions)):
+            cases = [{"part": part, "kind": kind, "batch": b, "length": l} for kind in kinds]
+            groups.append(Group(f"{part} at ({b}, {l})", cases, make, (config, b, l, device, seed),
+                                SECONDS[part][k]))
+    return groups
+
+
+def name_of(row):
+    """A row's case as text."""
+    if "what" in row:
+        return f"{row['what']} in {row['dtype']}"
+    return f"{row['part']}, {row['kind']} at ({row['batch']}, {row['length']})"
 
 
 def describe(row):
-    """A row of time_cases as one line."""
-    parts = [f"{row['part']}, {row['kind']} at ({row['batch']}, {row['length']}):"]
+    """A row as one line."""
+    parts = [f"{name_of(row)}:"]
+    if "error" in row:
+        parts.append(f"off by {row['error']:.1e}")
     for name in ("forward_ms", "both_ms", "peak_mib"):
         if name in row:
             parts.append(f"{name} {row[name]:.2f}")
@@ -360,18 +408,34 @@ def describe(row):
     return "  ".join(parts)
 
 
+def wrong_rows(rows):
+    """Those whose error is too large, or not a number."""
+    return [row for row in rows if "error" in row and not row["error"] < row["bound"]]
+
+
+# ---- the compiler --------------------------------------------------------------------------------
+
+PTXAS_ADVICE = ("; on sm_90 ptxas before 13.1 has made wrong code of right PTX (fla-org/"
+                "flash-linear-attention#1262, triton-lang/triton#11781): try again with "
+                "TRITON_PTXAS_PATH=PATH of ptxas 13.1 or later")
+
+
+def compiler(device):
+    """{"triton", "ptxas", "architecture"}: versions, None where there is none or it cannot say."""
+    found = {"triton": None, "ptxas": None, "architecture": None}
+    try:
+        import triton
+        found["triton"] = triton.__version__
+        found["ptxas"] = triton.knobs.nvidia.ptxas.version  # TRITON_PTXAS_PATH's, if that is set
+    except Exception:  # no triton, another backend's, or knobs of another version
+        pass
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        found["architecture"] = f"sm_{major}{minor}"
+    return found
+
+
 # ---- command line --------------------------------------------------------------------------------
-
-
-def measure_times(config, device, seed):
-    """Rows of every scan and model at every size."""
-    model = make_model(config, device)
-    dtype = model.word_embeddings.weight.dtype
-    rows = []
-    for b, l in SIZES[device]:
-        cases = scan_cases(config, b, l, dtype, device, seed) + model_cases(model, b, l, device)
-        rows += time_cases(cases, b, l, device)
-    return rows
 
 
 def last_line(row, device):
@@ -381,24 +445,70 @@ def last_line(row, device):
             f"{time}")
 
 
+def run_all(groups, result, save):
+    """Run groups. Each row goes into `result` by its kind, and that is saved, when it is there."""
+    def on_row(row):
+        result["errors" if "what" in row else "times"].append(row)
+        if "failed" in row:
+            result["failed"].append(name_of(row))
+        save()
+        common.log(describe(row))
+
+    for group in groups:
+        run_group(group, on_row)
+
+
+def check_values(result):
+    """Raises UserError where a value is wrong."""
+    wrong = wrong_rows(result["errors"])
+    if not wrong:
+        return
+    parts = [f"{name_of(row).replace(' in ', ' is wrong in ')}, by {row['error']:.1e} of the norm "
+             f"where {row['bound']} is allowed" for row in wrong]
+    advice = PTXAS_ADVICE if result["compiler"]["architecture"] == "sm_90" else ""
+    raise common.UserError(f"gpu check: {'; '.join(parts)}; times would mean nothing{advice}")
+
+
 def main(cfg):
     device = common.pick_device(cfg.device)
     config = HydraConfig() if device == "cuda" else REHEARSAL
-    torch.manual_seed(cfg.seed)
     env = common.banner("gpu_check.py", cfg, device)
+    result = {"compiler": compiler(device), "errors": [], "times": [], "failed": []}
+    common.log("  ".join(f"{name} {value}" for name, value in result["compiler"].items()))
+
+    def save():
+        common.save_result(common.ROOT / cfg.out / "result.json", result, cfg, env)
+
     _, l = SIZES[device][0]
-    result = {"errors": check_errors(config, l, device, cfg.seed)}
-    result["times"] = measure_times(config, device, cfg.seed)
-    failed = [f"{row['part']}, {row['kind']}" for row in result["times"] if "failed" in row]
-    result["failed"] = failed
-    common.save_result(common.ROOT / cfg.out / "result.json", result, cfg, env)
+    run_all(value_groups(config, l, device, cfg.seed), result, save)
+    check_values(result)
+    run_all(time_groups(config, device, cfg.seed), result, save)
     frozen = [row for row in result["times"] if (row["part"], row["kind"]) == ("model", "none")]
     common.log(last_line(frozen[-1], device))
-    if failed:
-        raise common.UserError(f"gpu check: {', '.join(failed)} failed; the rows of "
+    if result["failed"]:
+        raise common.UserError(f"gpu check: {', '.join(result['failed'])} failed; the rows of "
                                f"{cfg.out}/result.json say how")
     return result
 
 
+def parse_plainly(config_class, default):
+    """`common.parse` where tyro is not installed: `--name value` alone. Raises UserError."""
+    usual = dataclasses.asdict(default)
+    given = {}
+    flags = sys.argv[1::2]
+    texts = sys.argv[2::2]
+    for flag, text in zip(flags, [*texts, None]):
+        name = flag.removeprefix("--")
+        if name not in usual or text is None:
+            raise common.UserError(f"got {flag}, need --NAME VALUE, NAME of {', '.join(usual)}")
+        try:
+            given[name] = type(usual[name])(text)
+        except ValueError:
+            raise common.UserError(f"{flag}: got {text!r}, need a number") from None
+    return dataclasses.replace(default, **given)
+
+
 if __name__ == "__main__":
+    if importlib.util.find_spec("tyro") is None:
+        common.parse = parse_plainly  # a machine lent for a check may have torch and little else
     common.run_cli(Config, main)

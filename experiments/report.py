@@ -5,10 +5,10 @@ Run:      python -m experiments.report               (10 seconds; nothing is tra
 Last line: "wrote RESULTS.md: N sections, N figures; README.md: its table of claims"
 
 A test writes both anew and fails where they are not what the result files say. The sections stand
-in report_scores.py, report_operators.py, report_study.py, report_cost.py and report_hrm.py, the
-table of claims in report_claims.py, what they are made of in report_pieces.py. With --figures,
-those pictures that need nothing but a result file are drawn again first; the others come from runs
-(`python -m experiments.publish`).
+in report_scores.py, report_operators.py, report_worth.py, report_study.py, report_cost.py and
+report_hrm.py, the table of claims in report_claims.py, what they are made of in report_pieces.py.
+With --figures, those pictures that need nothing but a result file are drawn again first; the others
+come from runs (`python -m experiments.publish`).
 
 Symbols:  none.
 Differs from the paper: nothing.
@@ -16,7 +16,8 @@ Differs from the paper: nothing.
 import dataclasses
 
 import common
-from experiments import report_cost, report_hrm, report_operators, report_scores, report_study
+from experiments import (report_cost, report_hrm, report_operators, report_published,
+                         report_scores, report_study, report_worth)
 from experiments.report_claims import claims_table, with_claims
 from experiments.report_figures import FIGURES, draw_figures
 from experiments.report_pieces import anchor, render_section, wrapped
@@ -64,11 +65,13 @@ def first_part():
         report_scores.demo_section(),
         report_scores.shipped_section(),
         report_scores.scores_section(),
+        report_scores.trivial_section(),
         report_scores.norm_section(),
         report_operators.stability_section(),
         report_operators.memory_section(),
         report_operators.recovery_section(),
         report_operators.other_recoveries_section(),
+        *report_worth.worth_sections(results),
         report_study.gains_section(results, source),
         report_study.wrong_t_section(results, source),
         report_study.ablation_section(results, source),
@@ -79,6 +82,8 @@ def first_part():
         report_cost.speed_section(),
         report_cost.plan_section(),
         report_cost.rehearsal_section(),
+        report_cost.peers_section(),
+        *report_published.sections(),
         report_cost.scan_section(),
         report_cost.kernels_section(),
         report_cost.mutations_section(),

@@ -1,14 +1,16 @@
-"""RESULTS.md, the MaRK paper: cost (Table 3), speed, the scan, its kernels, breaks of the code.
+"""RESULTS.md, the MaRK paper: cost (Table 3), speed, peers, scan, kernels, breaks of the code.
 
 Run:      not a script; report.py writes the page.
 
 Symbols:  none.
 Differs from the paper: nothing.
 """
+import statistics
+
 import common
-from experiments import bench, scan_bench
-from experiments.report_pieces import (Section, command, load_result, lowest_to_highest, picture,
-                                       provenance, publish_command, titled)
+from experiments import bench, peers, scan_bench
+from experiments.report_pieces import (Section, command, listed, load_result, lowest_to_highest,
+                                       picture, provenance, publish_command, titled)
 from mark_adapters import GEOMETRIES
 
 COST = "Cost: Table 3"  # the heading of the first of three sections of one run
@@ -130,6 +132,42 @@ def rehearsal_section():
                    (table,))
 
 
+# ---- peers.py ------------------------------------------------------------------------------------
+
+
+def peers_section():
+    """A layer beside Mamba-2's and BERT's, on a CPU."""
+    result = load_result("bench/peers")
+    found, settings = result.metrics, result.settings
+    longest = str(max(settings["length"]))
+    times = found["ms"][longest]
+    ratio = {name: statistics.median(peers.ratios(times, name)) for name in times}
+    millions = {}
+    for name, count in found["parameters"].items():
+        millions[name.partition(" (")[0]] = count / 1e6
+    says = f"""
+        One layer of width {settings['d_model']} at batch 1 in float32, forward: ours, the PyTorch
+        path of transformers' Mamba-2 ({found['transformers']}) with the same heads and state, and
+        its BERT layer with scaled_dot_product_attention. Ours and BERT read from both sides,
+        Mamba-2 from one. At {int(longest):,} tokens Mamba-2 takes
+        {ratio['Mamba-2 (chunks of 256)']:.2f} times our time with its default chunk, and
+        {ratio['Mamba-2 (chunks of 64)']:.2f} times with the chunk of ours; BERT, whose attention is
+        quadratic, takes {ratio['BERT']:.2f} times. The layers have {listed(millions, 1)} million
+        parameters: BERT's holds an MLP too, so a model has fewer of them. These are
+        implementations on one CPU, where Mamba-2 has no kernels of its own; nothing follows for a
+        GPU."""
+    counted = (f"n = {settings['rounds']} rounds, each times every layer once, one after the "
+               "other, and begins with another one; times are medians. A ratio is the median over "
+               "the rounds of a peer's time over ours in the same round; in brackets are the two "
+               "rounds between which its true median lies with 95 % or more (binomial). One "
+               f"machine, {settings['threads']} thread, beside other work: {found['load'][0]:.1f} "
+               f"processes wanted its cores at the start, {found['load'][1]:.1f} at the end.")
+    made = command("-m experiments.peers", peers.Config, settings)
+    return Section("Peers on a CPU", says,
+                   (made, publish_command("peers"), "# before: pip install transformers"),
+                   provenance(result), counted, (peers.time_table(found["ms"]),))
+
+
 # ---- the scan ------------------------------------------------------------------------------------
 
 
@@ -157,6 +195,8 @@ def kernel_name(row):
     name = row["kernel"]
     if row.get("BWD"):
         return f"{name}, backward"
+    if row.get("MASKED"):
+        return f"{name}, with pads"
     if "IS_C" in row:
         return f"{name}, dC" if row["IS_C"] else f"{name}, dB"
     return name
@@ -181,11 +221,14 @@ def kernels_section():
     found = result.metrics
     spilling = [row for row in found["kernels"] if row["spills"]]
     dtypes = sorted({row["dtype"] for row in spilling}) or ["none"]
+    others = ", ".join(other["triton"] for other in found["also"])
     says = f"""
         On a GPU the scan runs as Triton kernels, forward and backward, where tensors are bfloat16
-        or float32 and head dim and state are 16, 32 or 64. They are tested against a float64 loop
-        in Triton's interpreter, and compiled for sm_80 and sm_90 without a device; no GPU time has
-        been measured. The table is of bfloat16 at the released sizes. Of the
+        or float32 and head dim and state are 16, 32 or 64; so do convolution, SiLU and eq. 4
+        (`conv`), norm and gate (`gate`), and the cross-entropy (`ce`). They are tested against
+        float64 loops in Triton's interpreter, and compiled for sm_80 and sm_90 without a device by
+        Triton {found['triton']} and {others}; no GPU time has been measured. The table is of
+        bfloat16 at the released sizes. Of the
         {len(found['kernels'])} compiled kernels of both types, {len(spilling)} spill registers
         ({', '.join(dtypes)}). `python -m experiments.gpu_check` is the command that times them
         on a GPU."""

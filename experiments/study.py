@@ -32,10 +32,11 @@ from data import load_corpus, named_sources
 from evaluate import score_adapter_rows, score_references
 from experiments.study_cells import (CHOOSING, FIRST, GROUPS, OWN, TRAINING_SEEDS, CellResult,
                                      finished, read_results, save_cell)
-from experiments.study_figures import draw_ablations, draw_comparisons
+from experiments.study_figures import draw_ablations, draw_comparisons, draw_worth
 from experiments.study_tables import finished_tables
 from experiments.study_train import (backbone_of, make_denoiser, settings_of, texts_of,
                                      train_denoiser, trained_size, training_text)
+from experiments.study_worth import worth_tables
 from mark_adapters import modulation_spread
 
 
@@ -137,7 +138,8 @@ def claimed(cell):
 
 
 def run_groups(cfg, env):
-    """Run every cell of the groups of `cfg` that has no result yet. Several processes share them."""
+    """Run every cell of the groups of `cfg` that has no result yet; several processes share them.
+    """
     texts = {}  # {world: its HeldOut}
     began = time.time()
     for group in cfg.run:
@@ -193,7 +195,7 @@ def main(cfg):
         run_groups(cfg, env)
 
     results = read_results()
-    tables = finished_tables(results)
+    tables = finished_tables(results) | worth_tables(results)
     if not tables:
         common.log("no group of cells is complete: see --run")
     for title, table in tables.items():
@@ -204,6 +206,7 @@ def main(cfg):
     if finished(results, "frozen", "rates"):
         drawn.append(draw_comparisons(results, folder / "comparisons.png"))
         drawn.append(draw_ablations(results, folder / "comparisons_ablation.png"))
+    drawn.append(draw_worth(results, folder / "worth.png"))
     names = [str(path.relative_to(common.ROOT)) for path in drawn if path]
     if names:
         common.log(f"\nwrote {', '.join(names)}")

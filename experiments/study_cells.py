@@ -409,7 +409,8 @@ def save_cell(cell, result, cfg, env):
     """Write a cell's file. env: what common.banner returned, began: when the cell did."""
     used = {text: used_metrics(cell, rows) for text, rows in result.scores.items()}
     metrics = {"kernel": cell.kernel, "settings": cell.settings(), "sliced": cell.sliced,
-               "world": cell.world, "size": result.size, "spread": result.spread, "roughness": result.roughness,
+               "world": cell.world, "size": result.size, "spread": result.spread,
+               "roughness": result.roughness,
                "scores": by_label(used, cell.modulate), "seconds": result.seconds}
     common.save_result(results_folder() / f"{cell.name}.json", metrics, cfg, env)
 

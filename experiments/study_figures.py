@@ -1,4 +1,4 @@
-"""Figures of the study: gains and costs of a wrong t, Table 2, a hole in t, single settings (A.4).
+"""Figures of the study: gains, what t is worth, Table 2, a hole in t, single settings (A.4).
 
 Run:      not a script; study.py draws them.
 
@@ -14,11 +14,13 @@ import torch
 
 import common
 from evaluate import BINS, CONTROLS, losses_by_t, mean_by_t
-from experiments.study_cells import (ABLATIONS, CONDITIONERS, DEFAULT_START, GROUPS, HOLE, INTACT,
-                                     RESTARTED, best_cell, finished, trained_seeds,
+from experiments.study_cells import (ABLATIONS, BLIND, CONDITIONERS, DEFAULT_START, GROUPS, HOLE,
+                                     INTACT, RESTARTED, Cell, best_cell, finished, trained_seeds,
                                      without_middle)
 from experiments.study_tables import (HOWS, ablated, change_of, costs_over_seeds, gain_beyond,
                                       gains_over_seeds, training_interval)
+from experiments.study_worth import (difference, gains, label_of, reported, shown_kinds,
+                                     worth_by_t)
 from mark_adapters import GEOMETRIES
 
 DRAWN = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")  # in this order of colours
@@ -190,3 +192,65 @@ def draw_ablations(results, path):
     legend_below(figure)
     common.save_figure(figure, path)
     return path
+
+
+# ---- worth.png -----------------------------------------------------------------------------------
+
+
+WORLD_TITLES = {"new": "masks, a new text", "bytes": "random bytes, the same text",
+                "near": "masks, the backbone's own kind of text"}
+
+
+def draw_worth(results, path):
+    """What conditioners gain with t and blind, by world, and what t is worth by t. None, and no
+    file, where no world has results.
+    """
+    worlds = [world for world in WORLD_TITLES
+              if Cell("none", world=world) in results and shown_kinds(world, results)]
+    if not worlds:
+        return None
+    rows = max(len(shown_kinds(world, results)) for world in worlds)
+    figure = common.new_figure(4.3 * (len(worlds) + 1), 1.6 + 0.27 * rows)
+    *by_world, by_t = figure.subplots(1, len(worlds) + 1)
+    for ax, world in zip(by_world, worlds):
+        draw_gains_of_world(ax, world, results)
+    for i, world in enumerate(worlds):
+        draw_worth_of_world(by_t, world, i, results)
+    by_t.axhline(0, color="black", lw=0.8)
+    by_t.set(xlim=(0, 1), xlabel="t (share of changed tokens)", ylabel="nats per scored byte",
+             title="what t is worth to LoRA + Chebyshev")
+    if by_t.containers:
+        by_t.legend(frameon=False, fontsize=8)
+    common.save_figure(figure, path)
+    return path
+
+
+def draw_gains_of_world(ax, world, results):
+    """A row for each conditioner: its gain with t (filled) and that of its blind twin (hollow)."""
+    texts = reported(world, results)
+    names = []
+    for y, kind in enumerate(shown_kinds(world, results)):
+        names.append(label_of(kind))
+        pair = ((kind, 0.0, common.COLORS[0], None),
+                (kind.but(**BLIND), 0.25, common.COLORS[1], "white"))
+        for one, offset, color, face in pair:
+            grid = gains(results, one, texts)
+            if grid:
+                found = difference(grid)
+                ax.errorbar([found.mean], [y + offset], xerr=[found.half], fmt="o", ms=4.5, lw=1.2,
+                            capsize=2, color=color, mfc=face)
+    name_rows(ax, names)
+    ax.set_xlabel("gain over frozen (nats per byte)")
+    ax.set_title(f"{WORLD_TITLES[world]}\n(hollow: the blind twin)")
+
+
+def draw_worth_of_world(ax, world, i, results):
+    """What t is worth to LoRA with Chebyshev in each bin of t, over training seeds."""
+    rows = worth_by_t(results, Cell("lora+chebyshev", world=world), reported(world, results))
+    if not rows:
+        return
+    found = [common.interval(in_bin) for in_bin in zip(*rows)]
+    x = [middle + 0.012 * (i - 1) for middle in MIDDLES]
+    ax.errorbar(x, [one.mean for one in found], [one.half for one in found], fmt="-",
+                marker=common.MARKERS[i], color=common.COLORS[i], ms=4, lw=1.2, capsize=2,
+                label=WORLD_TITLES[world])

@@ -13,7 +13,6 @@ Differs from the paper: it has none of this (A.4, A.5).
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import common
@@ -24,8 +23,8 @@ from data import DiffusionDataset, Windows, held_out_split, load_corpus, named_s
 from evaluate import HeldOut
 from experiments.random_bytes import RandomBytes, RandomByteTexts, alphabet_of
 from experiments.study_cells import CHOOSING, OWN, WORLDS
-from hydra_ssm import HydraBert
 from mark_adapters import adapter_size, make_adapter
+from published import sliced_backbone
 from text import ByteTokenizer
 
 TRAINING = dict(global_batch=16, micro_batch=16, warmup=20, mlp_dim=64)  # of every cell
@@ -80,34 +79,6 @@ def texts_of(name, cfg):
 
 
 # ---- models --------------------------------------------------------------------------------------
-
-
-def sliced_backbone(model):
-    """For this comparison alone, and NOT a way to load weights: half of the model, misread.
-
-    The paper's public code (github.com/ibitec7/mark) reads the released 24 heads of 64 as 12 of
-    128: A_log, D, dt_bias and fc_D lose their second half, and in_proj its last rows, so that half
-    of the forward Delta is taken for the backward one. Its head has SiLU where the weights were
-    trained with gelu.
-    """
-    config = dataclasses.replace(model.config, headdim=2 * model.config.headdim, weights="")
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith(("A_log", "mixer.D", "dt_bias", "fc_D.weight")):
-            tensor = tensor[:config.nheads]
-        if name.endswith("in_proj.weight"):
-            tensor = tensor[:config.d_in_proj]
-        state[name] = tensor
-    with torch.device("meta"):
-        sliced = HydraBert(config)
-    sliced.load_state_dict(state, assign=True)
-
-    def head(hidden):
-        h = sliced.head_norm(F.silu(sliced.head_dense(hidden)))
-        return F.linear(h, sliced.word_embeddings.weight, sliced.decoder_bias)
-
-    sliced.head = head
-    return sliced.requires_grad_(False).eval()
 
 
 def backbone_of(cell, cfg):

@@ -3,6 +3,7 @@ import contextlib
 import random
 import sys
 import types
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +100,37 @@ def write_released_layout(path, config, seed=0, rows=None, decoder=True):
     state = released_state(config, seed, rows, decoder)
     write_composer_layout(path, state)
     return state
+
+
+def public_code_state(adapter, config, seed=0):
+    """The state_dict of a checkpoint of the paper's public code: a random backbone of `config`
+    around the tensors of an adapter under that code's names, every one as inner.* and module.*.
+    """
+    inner = dict(adapter)
+    for key, tensor in released_state(config, seed, rows=config.vocab_size).items():
+        name = key.removeprefix("model.").replace("bert.", "hydra.", 1)
+        inner[f"inner.{name}"] = tensor.bfloat16()
+    word = inner["inner.hydra.embeddings.word_embeddings.weight"]
+    inner["inner.cls.predictions.decoder.weight"] = word
+    again = {key.replace("inner.", "module.", 1): tensor for key, tensor in inner.items()}
+    return inner | again
+
+
+def write_lightning_layout(path, state, **more):
+    """Save `state` as Lightning does: with optimiser states, callbacks, loops, and a configuration
+    of a package that a user does not have.
+    """
+    with absent_package("omegaconf.dictconfig", "DictConfig") as DictConfig:
+        config = DictConfig()
+        config.content, config.parent = {"batch_size": 112, "cart_p": 0.45}, None
+        moments = {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}
+        torch.save({
+            "epoch": 2, "global_step": 14_400, "pytorch-lightning_version": "2.5.0",
+            "state_dict": OrderedDict(state),
+            "loops": {"fit_loop": {"state_dict": {}}},
+            "callbacks": {"ModelCheckpoint{'monitor': 'val_loss_epoch'}": {
+                "best_model_path": Path("best_hydra_mark.ckpt"),
+                "best_model_score": torch.tensor(2.5)}},
+            "optimizer_states": [{"state": moments, "param_groups": [{"lr": 6e-5}]}],
+            "lr_schedulers": [{"last_epoch": 14_400, "lr_lambdas": [None]}],
+            "hparams_name": "cfg", "hyper_parameters": {"cfg": config}, **more}, path)

@@ -6,7 +6,7 @@ import tiny
 import torch
 
 from baselines import Conditioning
-from hydra_ssm import HydraBert, Modulation
+from hydra_ssm import FIELDS, HydraBert, Modulation
 from mark_adapters import (KERNELS, adapter_size, make_adapter, modulation_spread,
                            reads_t)
 
@@ -68,7 +68,8 @@ def test_a_static_operator_equals_edited_parameters(model, ids):
         layer.mixer.A_log += 2 * adapter.A[y, 0].detach()
         layer.mixer.dt_bias += 2 * adapter.dt[y, 0].detach()
         layer.mixer.D += 2 * adapter.D[y, 0].detach()
-    only = Modulation(**{name: value for name, value in vars(adapter(T)).items() if name[0] in "BC"})
+    changes = vars(adapter(T))
+    only = Modulation(**{name: changes[name] for name in FIELDS["BC"]})
     want = edited(ids, only)
     torch.testing.assert_close(model(ids, adapter(T)).detach(), want.detach(), rtol=0, atol=1e-11)
     plain = edited(ids)

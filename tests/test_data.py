@@ -420,6 +420,39 @@ def test_stratified_t_falls_once_into_each_interval_of_the_global_batch(corpus):
     assert within.std() > 0.2 and abs(within.mean() - 0.5) < 0.06
 
 
+def test_one_t_and_one_jittered_masking_rate_for_each_batch(corpus):
+    """Three sequences, one t, and one rate that has noise of 0.05 beside it."""
+    items = dataset(corpus, seqlen=400, global_batch=3, steps=400, t_per_batch=True, t_jitter=0.05)
+    t = torch.stack([i["t"] for i in items]).reshape(400, 3)
+    assert (t == t[:, :1]).all() and len(t.unique()) > 300
+    assert abs(t[:, 0].mean() - 0.5) < 0.05 and 0 < t.min() < 0.05 and t.max() <= 1
+    maskable = torch.stack([data.maskable_tokens(i["x0"], BYTES).sum() for i in items])
+    masked = torch.stack([i["masked"].sum() for i in items])
+    rate = (masked / maskable).reshape(400, 3)
+    middle = (t[:, 0] > 0.2) & (t[:, 0] < 0.8)
+    noise = (rate.mean(-1) - t[:, 0])[middle]  # the binomial part of it is below 0.015
+    assert 0.044 < noise.std() < 0.06 and abs(noise.mean()) < 0.01
+    assert (rate[middle].std(-1) < 0.07).all(), "the three of a batch have one rate"
+
+
+def test_the_published_t_is_one_less_a_step_of_10_to_999():
+    """current = 0, hence t = 1, has probability sum of 1/n over n = 10..999, by 990: 0.0047."""
+    noise = torch.Generator().manual_seed(0)
+    t = torch.stack([data.published_time(noise) for _ in range(20_000)])
+    assert t.dtype == torch.float32 and t.min() >= 1 / 999 - 1e-7 and t.max() == 1
+    share = sum(1 / n for n in range(10, 1000)) / 990
+    assert abs((t == 1).float().mean() - share) < 5 * (share / 20_000) ** 0.5
+    halves = (t == 0.5).float().mean()  # of every even total
+    share = sum(1 / n for n in range(10, 1000, 2)) / 990
+    assert abs(halves - share) < 5 * (share / 20_000) ** 0.5
+
+
+def test_jitter_alone_leaves_t_as_it_was_and_plain_noise_as_it_was(corpus):
+    plain, jittered = dataset(corpus, steps=20), dataset(corpus, steps=20, t_jitter=0.05)
+    assert all(a["t"] == b["t"] for a, b in zip(plain, jittered))
+    assert any(not torch.equal(a["masked"], b["masked"]) for a, b in zip(plain, jittered))
+
+
 def test_t_is_clipped_and_seeds_differ(corpus):
     assert all(i["t"] >= 0.4 for i in dataset(corpus, t_min=0.4, steps=9))
     fixed = dataset(corpus, t_min=0.3, t_max=0.3, steps=9)

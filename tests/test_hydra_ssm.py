@@ -283,6 +283,65 @@ def test_zero_shifts_and_unit_scales_equal_no_modulation_bit_for_bit(dtype):
     assert torch.equal(model(ids, modulation_of(only_state)), frozen)
 
 
+def bfloat16_layer():
+    """The fixture's first layer in bfloat16, its model, and an input."""
+    model = load_backbone(FIXTURES / "hydra_bert_small.pt", dtype=torch.bfloat16, vocab_size=90)
+    u = model.embed(torch.arange(90).view(2, 45))                         # b l d
+    return model, model.layers[0], u
+
+
+@pytest.mark.parametrize("field", STATE_FIELDS[3:])
+def test_a_factor_or_shift_below_bfloat16_s_steps_is_applied(field):
+    """1.003 lies between two bfloat16 numbers, 1 and 1.0078; what it makes of B or C is rounded to
+    them once, so the change is right on average, and each entry is the nearest."""
+    model, layer, u = bfloat16_layer()
+    shape = (model.config.n_layer, 2, model.config.ngroups * model.config.d_state)
+    value = torch.full(shape, 1.003 if field.endswith("scale") else 0.0)
+    at = 4 if field.startswith("B") else 5                                # in z, x, dt, A, B, C, D
+    if field.endswith("shift"):
+        value += 1.003  # beside a factor that removes what it is added to
+        factors = {field: value, field.replace("shift", "scale"): torch.zeros(shape)}
+    else:
+        factors = {field: value}
+    plain = layer.mixer.project(u, Modulation().by_layer(model)[0])[at].double()
+    got = layer.mixer.project(u, Modulation(**factors).by_layer(model)[0])[at]
+    want = value.flatten()[0].double() * (plain if field.endswith("scale") else 1) + 0 * plain
+    assert got.dtype == torch.bfloat16
+    if field.endswith("scale"):
+        assert ((got / plain).mean() - 1.003).abs() < 1e-3
+    assert (got == want.bfloat16()).double().mean() > 0.999
+
+
+@pytest.mark.parametrize("field", BASELINE_FIELDS)
+def test_a_baseline_s_scale_below_bfloat16_s_steps_is_applied(field):
+    """As (1 + 0.003): what enters the mixer, and what leaves it for the residual sum."""
+    model, layer, u = bfloat16_layer()
+    d = model.config.d_model
+    value = torch.full((model.config.n_layer, 2, d), 0.003)
+    seen = {}
+
+    def enters(module, inputs):
+        seen["u"] = inputs[0].double()
+
+    def leaves(module, inputs, output):
+        seen["out"] = output.double()
+    layer.mixer.register_forward_pre_hook(enters)
+    layer.mixer.register_forward_hook(leaves)
+    layer.add_norm = lambda h, out: seen.update(change=out.double()) or h
+    m = Modulation().by_layer(model)[0]
+    conditioned, *_ = Conditioning(**{field: value}).around(model.layers)
+    conditioned(u, m, None)
+    exact = value[0, 0, 0].double()
+    if field == "in_scale":
+        got, want = seen["u"], u.double() * (1 + exact)
+    elif field == "in_shift":
+        got, want = seen["u"], u.double() + exact
+    else:
+        got, want = seen["change"], seen["out"] * (1 + exact)
+    assert (got == want.bfloat16().double()).double().mean() > 0.995
+    assert ((got - want) / want).mean().abs() < 1e-3
+
+
 @pytest.mark.parametrize("field, parameter", (("A", "A_log"), ("dt", "dt_bias"), ("D", "D")))
 def test_a_shift_equals_editing_the_weight(tmp_path, field, parameter):
     cfg = config_of()

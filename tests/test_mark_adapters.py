@@ -477,13 +477,67 @@ def test_a_fourth_geometry_is_one_class_and_one_registry_entry(monkeypatch):
 
 @pytest.mark.parametrize("kernel, settings, message", [
     ("cubic", {}, "hypernet, cheb"), ("hypernet", {"n_shifts": 5}, "divisor of the backbone's"),
-    ("dct", {"init": "zeros"}, "keep or default"), ("dct", {"bounded_shifts": False}, "hypernet"),
+    ("dct", {"init": "zeros"}, "keep, default or published"), ("dct", {"beta_A": 0.5}, "beta_A"),
+    ("dct", {"bounded_shifts": False}, "hypernet"),
     ("chebyshev", {"degree": 1}, "degree"), ("dct", {"n_freqs": 300}, "timepoints: got 256"),
     ("hypernet", {"n_shifts": 0}, "n_shifts"), ("lora", {"lora_rank": 0}, "lora_rank")])
 def test_a_wrong_setting_is_one_line(kernel, settings, message):
     with pytest.raises(UserError, match=message) as error:
         make_adapter(kernel, TINY, **settings)
     assert "\n" not in str(error.value)
+
+
+# ---- what the paper's public code does otherwise -------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", GEOMETRIES)
+def test_the_published_start_is_berts_and_t_does_not_survive_it(kernel):
+    torch.manual_seed(0)
+    adapter = make_adapter(kernel, REAL, init="published", mlp_norm=False, beta_A=0.275)
+    for name, p in adapter.named_parameters():
+        if name.endswith("weight"):
+            assert 0.0195 < p.std() < 0.0205, name
+        if name.endswith("bias"):
+            assert not p.any(), name
+    torch.testing.assert_close(adapter.effective_magnitudes()[:, 0], torch.full((23,), 0.275))
+    torch.testing.assert_close(adapter.magnitude[:, 0], torch.full((23,), 0.2), rtol=0, atol=2e-3)
+    assert 0 < modulation_spread(adapter)["hidden"] < 2e-5
+    shift = adapter(torch.tensor([0.5])).A
+    assert 0 < shift.abs().max() < 1e-5, "not the identity, though near it"
+
+
+def test_a_reversed_t_is_one_less_t():
+    plain = randomised(make_adapter("dct", TINY, mlp_dim=20))
+    other = randomised(make_adapter("dct", TINY, mlp_dim=20, reversed_t=True))
+    assert torch.equal(other(1 - TIMES).A, plain(1 - (1 - TIMES)).A)
+    assert not torch.allclose(other(TIMES).A, plain(TIMES).A)
+
+
+def test_a_rounded_angle_moves_in_steps_of_four_above_512():
+    """bfloat16 has 8 bits: numbers from 512 to 1024 are 4 apart, those from 256 to 512 are 2."""
+    time = make_adapter("inject", TINY, rounded_angle=True).timestep
+    t = torch.linspace(0, 1, 100_001)
+    fastest = time.angle(t)[:, 0]
+    for low, high, step in ((256, 512, 2), (512, 1000, 4)):
+        inside = fastest[(fastest >= low) & (fastest <= high)].unique()
+        assert inside.tolist() == list(range(low, high + 1, step))
+    assert (time.angle(t) / (1000 * t[:, None] * time.angular / 1000) - 1)[1:].abs().max() < 0.012
+    exact = make_adapter("inject", TINY).timestep
+    assert torch.equal(exact.angle(t), t[:, None] * exact.angular)
+
+
+def test_an_unbounded_z_is_algorithm_2_as_printed(float64):
+    """T_k of a z outside [-1, 1], where cos(k arccos z) has no value: by its polynomial."""
+    adapter = randomised(make_adapter("chebyshev", TINY, mlp_dim=20, bounded_z=False))
+    with torch.no_grad():
+        adapter.z.weight *= 4
+    h = adapter.hidden(TIMES.double())
+    z = adapter.z(h)                                                   # y b s
+    assert z.abs().max() > 1
+    T = torch.stack([z**0, z, 2 * z**2 - 1, 4 * z**3 - 3 * z, 8 * z**4 - 8 * z**2 + 1])
+    theta = adapter.shift(h).unflatten(-1, (3, 5, -1))[:, :, 0]        # y b k s
+    want = torch.einsum("ybks,kybs->ybs", theta, T)
+    torch.testing.assert_close(adapter.heads(h)[0].unflatten(-1, (3, -1))[:, :, 0], want)
 
 
 def test_a_python_number_is_one_t():

@@ -22,8 +22,9 @@ import evaluate
 import sample
 import synth_lpv
 import train
-from experiments import (bench, hrm_adapter, pretrain, report, report_claims, report_hrm,
-                         report_operators, report_pieces, report_scores, report_study, study)
+from experiments import (bench, hrm_adapter, peers, pretrain, report, report_claims, report_hrm,
+                         report_operators, report_pieces, report_scores, report_study, study,
+                         trivial)
 from experiments.report_pieces import (anchor, command, load_result, render_section, shorten_paths,
                                        wrap_words, wrapped)
 from experiments.study_cells import read_results
@@ -171,7 +172,7 @@ def unfolded(word):
     ("certify/small", certify), ("evaluate/small", evaluate), ("sample/small", sample),
     ("pretrain/small", pretrain), ("train/shipped_dct", train), ("study/none", study),
     ("train/mlp_chebyshev_plain4", train), ("synth_lpv/adam", synth_lpv), ("bench/laptop", bench),
-    ("hrm_adapter/small", hrm_adapter)])
+    ("hrm_adapter/small", hrm_adapter), ("trivial/wordpiece", trivial), ("bench/peers", peers)])
 def test_a_command_has_the_settings_of_its_file(name, module, monkeypatch):
     settings = load_result(name).settings
     presets = getattr(module, "PRESETS", None)
@@ -231,6 +232,15 @@ def column(table, head):
                         for line in table.splitlines()]
     at = names.index(head)
     return [line[at] for line in lines]
+
+
+def test_a_trivial_loss_is_the_product_that_stands_beside_it():
+    """Exactly so for uniform; a unigram's losses are not independent of the weights."""
+    for text, rows in load_result("trivial/wordpiece").metrics["scores"].items():
+        weight = statistics.fmean(rows["weight"])
+        for name, within in (("uniform", 1e-6), ("unigram", 0.01)):
+            made = weight * statistics.fmean(rows[name]["nats"])
+            assert statistics.fmean(rows[name]["cart"]) == pytest.approx(made, rel=within), text
 
 
 def test_margins_are_the_least_of_the_tables():

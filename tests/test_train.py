@@ -531,7 +531,8 @@ class Board:
 
 def test_tensorboard_is_given_every_number_that_is_recorded(work, monkeypatch):
     """In the run folder; what a resumed run records again replaces what a killed one did."""
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    fake = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     monkeypatch.setattr(Board, "kept", {})
     for more in ({"max_steps": 3}, {"resume": True}):
         run = command("train.py", *arguments(work, name="board", eval_every=2, tensorboard=True,
@@ -563,7 +564,8 @@ def test_without_tensorboard_the_flag_is_refused_before_any_work_and_nothing_els
 
 
 def test_ranks_other_than_the_first_write_no_tensorboard(work, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Board))
+    fake = SimpleNamespace(SummaryWriter=Board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
     monkeypatch.setattr(Board, "kept", {})
     for rank, boards in ((1, 0), (0, 1)):
         monkeypatch.setattr(common, "rank_and_world", lambda: (rank, 2))
@@ -728,7 +730,7 @@ def test_a_backbone_with_another_vocabulary_is_refused(work):
 TABLES = dict(  # Tables 6 to 8, and our reading of them
     weights="goombalab/hydra", vocab="bert-base-uncased", seqlen=4096, global_batch=112,
     steps=14_400, warmup=720, lr=6e-4, min_lr_ratio=0.1, weight_decay=0.01, clip=1.0, cart_p=0.45,
-    mlp_dim=256, n_shifts=None, bf16=True, checkpointing=True, workers=8, weighting="cart",
+    mlp_dim=256, n_shifts=None, bf16=True, checkpointing=False, workers=8, weighting="cart",
     modulate="full", device="cuda", data=())
 
 
