@@ -19,9 +19,9 @@ Symbols:  t       share of holes among the maskable tokens, as in evaluation (k 
 Differs from the paper: it samples nothing. The orders are those of Dream, its reference [8].
 
 The shipped adapters know windows of up to 256 bytes, cut anywhere: texts start and end in mid-word.
-A seed gives the same text whatever else is in the batch: noise depends on the seed and the step
-alone, and logits but for the rounding of matrix products of another shape (1e-6 in float32), which
-could tip a choice between values that agree to as many digits.
+A seed gives the same text on one kind of device whatever else is in the batch: noise depends on the
+seed and the step alone, and logits but for the rounding of matrix products of another shape (1e-6
+in float32, 1e-3 in TF32), which could tip a choice between values that agree to as many digits.
 """
 import dataclasses
 import math
@@ -63,6 +63,8 @@ class Config:
     vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
     plugin: str = ""            # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # of the backbone; auto: tf32 on a GPU and float32 elsewhere
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     show: bool = False          # watch the texts appear
     history: str = ""           # JSON file for the text after every step
     judge: bool = False         # then score texts of --length in every order and number of steps
@@ -548,7 +550,8 @@ def main(cfg):
     run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights, device=device, sliced=cfg.sliced)
+    dtype = common.pick_precision(cfg.precision, device)
+    model = load_backbone(cfg.weights, dtype, device, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     adapter = load_named_adapter(cfg.adapter, model.config, device)
     env = common.banner("sample.py", cfg, device, model)

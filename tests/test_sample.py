@@ -633,6 +633,13 @@ def test_the_command_samples_shows_and_writes_its_history(work, given, strong):
                                   length=20, steps=8, samples=2, seed=5)
 
 
+def test_a_backbone_in_bf16_fills_every_hole(work, given):
+    run = command("sample.py", *given, "--length", 12, "--steps", 4, "--precision", "bf16")
+    assert run.status == 0 and "in bfloat16, trainable" in run.out, run.err
+    metrics = json.loads((work / "runs/sample/run/result.json").read_text())["metrics"]
+    assert all("_" not in text for texts in metrics.values() for text in texts)
+
+
 def test_bare_it_samples_with_a_shipped_adapter_and_fills_a_template(work):
     outs = {}
     for adapter in ("chebyshev", "dct", "none"):
