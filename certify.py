@@ -18,7 +18,14 @@ Delta = softplus(Delta_in + dt_bias') enforces that. So this file puts five of t
     this text    the lowest on a grid of t, measured each head's smallest on a text, measured
     any text     -beta_A of the layer, proven        each head's bound from a LayerNorm, proven
 
-Only "any text" holds whatever the text and t are (in exact arithmetic; a pad has Delta = 0).
+Only "any text" holds whatever the text and t are (a pad has Delta = 0). It does so in exact
+arithmetic: float32, in which the scan runs, rounds the decay exp(-rate) of one step to 1 where
+epsilon is below 6e-8. The command's last line says in how many layers that is so.
+
+An adapter `static+K` is a geometry on top of a static operator (baselines.py). What is certified is
+the geometry within its own bounds around the shifted backbone: A_log + static.A and dt_bias +
+static.dt take the place of A_log and dt_bias. `static` alone is the same with a bound of 0.
+Algorithm 4's table is always of the backbone as it is.
 
 Symbols:  A_log    log of -A                     (y, h)     eq. 8
           shift    beta_A tanh(psi(c_t))         (y, h)     eq. 3; at least -beta_A >= -0.5
@@ -26,9 +33,12 @@ Symbols:  A_log    log of -A                     (y, h)     eq. 8
           rate     -log abar, nats per step      (y, h)     eq. 10
           P        Lyapunov matrix               (n, n)     B.1
           y layer, h heads, n state, b batch, l length, d model; k vertices of B.1
-Differs from the paper: Delta_min, as said above. Everything is in float64 and 1 - rho^2 is
-          -expm1(-2 rate): in float32 a head with A_log = -10 would fail for want of digits. C.4's
-          last sentence calls 1 - rho the margin; both are printed.
+Differs from the paper: Delta_min, as said above. Its script takes 0.001 from `dt_min` of Hydra's
+          module, which is where softplus(dt_bias) starts before training; `dt_limit` is (0, inf)
+          there, so nothing cuts Delta off (github.com/goombalab/hydra at 0daa208,
+          hydra/modules/hydra.py). Everything is in float64 and 1 - rho^2 is -expm1(-2 rate): in
+          float32 a head with A_log = -10 would fail for want of digits. C.4's last sentence calls
+          1 - rho the margin; both are printed.
 """
 import dataclasses
 import math
@@ -39,13 +49,16 @@ import torch
 import torch.nn.functional as F
 
 import common
+from baselines import Static, StaticWith
 from checkpoint import check_vocabulary, load_adapters, load_backbone, result_folder, run_plugin
 from chunk_scan import A_MIN
 from data import held_out_split, load_corpus
 from evaluate import make_draws
 from hydra_ssm import Modulation
-from mark_adapters import MAGNITUDES
+from mark_adapters import MAGNITUDES, MarkAdapter
 from text import make_tokenizer
+
+FLOAT32 = 2.0 ** -24  # up to this epsilon, 1 - epsilon / 2 is rounded to 1 in float32
 
 # ---- Algorithm 4 ---------------------------------------------------------------------------------
 
@@ -223,6 +236,39 @@ def recurrence(model):
     return A_log.double(), dt_bias.double()
 
 
+# ---- what is certified of an adapter -------------------------------------------------------------
+
+
+class Modulated(NamedTuple):
+    """A recurrence, and the geometry that shifts it within bounds; None where nothing does."""
+    A_log: torch.Tensor    # y h   in float64
+    dt_bias: torch.Tensor  # y h   in float64
+    geometry: MarkAdapter | None
+
+    def bound(self, parameter):
+        """The bound beta of the shifts of "A" or "dt", (y, 1) in float64."""
+        if self.geometry is None:
+            return self.A_log.new_zeros(len(self.A_log), 1)
+        k = MAGNITUDES.index(parameter)
+        return self.geometry.effective_magnitudes()[:, k:k + 1].abs().double()
+
+
+@torch.no_grad()
+def modulated_recurrence(model, adapter):
+    """The Modulated of a geometry, of a static operator, or of a geometry on top of one."""
+    A_log, dt_bias = recurrence(model)
+    geometry = adapter if isinstance(adapter, MarkAdapter) else None
+    static = adapter if isinstance(adapter, Static) else None
+    if isinstance(adapter, StaticWith):
+        geometry = adapter.geometry
+        static = adapter.static
+    if static is not None:
+        shifts = static()
+        A_log = A_log + shifts.A[:, 0]                                    # y h
+        dt_bias = dt_bias + shifts.dt[:, 0]                               # y h
+    return Modulated(A_log, dt_bias, geometry)
+
+
 # ---- the five hypotheses -------------------------------------------------------------------------
 
 
@@ -271,16 +317,16 @@ def met_on_text(model, adapter, draws, dt_min=1e-3):
 
 
 @torch.no_grad()
-def reached_shift(adapter, points=30_001):
+def reached_shift(geometry, points=30_001):
     """The lowest A shift of every head over t in [0, 1], (y, h): a grid's, less an allowance.
 
     Half the spacing, at twice the steepest slope between neighbours, is the largest step between
     neighbours. That slope is measured; what is proven is -beta_A, below which this never goes.
     """
     t = torch.linspace(0, 1, points)
-    A = torch.cat([adapter(part).A for part in t.split(8192)], 1)         # y t h
+    A = torch.cat([geometry(part).A for part in t.split(8192)], 1)        # y t h
     largest_step = A.diff(dim=1).abs().amax(1)                            # y h
-    proven = -adapter.effective_magnitudes()[:, :1]                       # y 1
+    proven = -geometry.effective_magnitudes()[:, :1]                      # y 1
     return torch.maximum(A.amin(1) - largest_step, proven)                # y h
 
 
@@ -293,26 +339,28 @@ def step_floor(model, adapter):
     """
     h = model.config.nheads
     d = model.config.d_model
-    beta_dt = adapter.effective_magnitudes()[:, MAGNITUDES.index("dt")].abs().double()  # y
+    base = modulated_recurrence(model, adapter)
+    bias = base.dt_bias - base.bound("dt")               # y h   the lowest
     norms = [model.embedding_norm]                       # whose output a layer reads
     norms += [layer.norm for layer in model.layers[:-1]]
     floors = []
-    for layer, norm, beta in zip(model.layers, norms, beta_dt, strict=True):
+    for layer, norm, lowest_bias in zip(model.layers, norms, bias, strict=True):
         w = layer.mixer.in_proj.weight[-2 * h:].double()                  # (2 h) d
         scaled = w * norm.weight
         spread = (scaled - scaled.mean(-1, keepdim=True)).norm(dim=-1)    # (2 h)
         lowest = w @ norm.bias.double() - d ** 0.5 * spread               # (2 h)
         lowest = lowest.unflatten(0, (2, h)).amin(0)                      # h
-        floors.append(F.softplus(lowest + layer.mixer.dt_bias - beta))
+        floors.append(F.softplus(lowest + lowest_bias))
     return torch.stack(floors)                                            # y h
 
 
 @torch.no_grad()
-def margins(A_log, model, adapter, draws, beta=0.5, dt_min=1e-3):
+def margins(model, adapter, draws, beta=0.5, dt_min=1e-3):
     """({name of a hypothesis: Certificate}, Met) of an adapter on a text."""
     met = met_on_text(model, adapter, draws, dt_min)
-    own = adapter.effective_magnitudes()[:, :1]                           # y 1
-    reached = -reached_shift(adapter)                                     # y h
+    base = modulated_recurrence(model, adapter)
+    own = base.bound("A")                                                 # y 1
+    reached = own if base.geometry is None else -reached_shift(base.geometry)  # y h, or y 1
     hypotheses = [
         Hypothesis("paper", beta, dt_min),
         Hypothesis("own beta_A", own, dt_min),
@@ -322,7 +370,7 @@ def margins(A_log, model, adapter, draws, beta=0.5, dt_min=1e-3):
     ]
     found = {}
     for name, shift, step in hypotheses:
-        found[name] = certify(A_log, shift, step)
+        found[name] = certify(base.A_log, shift, step)
     return found, met
 
 
@@ -460,7 +508,7 @@ def load_what_is_asked(cfg, model):
     check_vocabulary(model, tokenizer)
     corpus = load_corpus(cfg.data, tokenizer, held_out_split(cfg.data, ()))
     draws = make_draws(corpus, tokenizer, cfg.seqlen, cfg.windows, cfg.seed)
-    return load_adapters(cfg.adapter, model.config, mark_only=True), draws
+    return load_adapters(cfg.adapter, model.config, mark_only=True, static=True), draws
 
 
 def report_adapter(name, table, met, draws, dt_min):
@@ -478,16 +526,22 @@ def report_adapter(name, table, met, draws, dt_min):
 
 
 def last_line(findings):
-    """Whether all is certified, and the least margins. findings: the backbone's is the first."""
+    """Whether all is certified, the least margins, and where float32 does not hold them. findings:
+    the backbone's is the first."""
     backbone = findings[0].certificate
     certified = all(finding.certificate.certified for finding in findings)
     layers = min((finding.certificate.epsilon > 0).sum().item() for finding in findings)
     worst = min(findings, key=lambda finding: finding.certificate.epsilon.min())
     y = worst.certificate.epsilon.argmin().item()
-    return (f"{'certified' if certified else 'NOT certified'}: {layers} of {len(backbone.epsilon)} "
+    line = (f"{'certified' if certified else 'NOT certified'}: {layers} of {len(backbone.epsilon)} "
             f"layers; Algorithm 4's least margin is epsilon {backbone.epsilon.min():.3e}, the "
             f"least of all {worst.certificate.epsilon[y]:.3e} ({worst.name()}: layer {y}, head "
             f"{worst.certificate.head[y]})")
+    rounded = max((finding.certificate.epsilon <= FLOAT32).sum().item() for finding in findings)
+    if rounded:
+        line += (f"; in exact arithmetic: float32 rounds such a decay to 1 in {rounded} layers "
+                 f"(epsilon below {FLOAT32:.0e})")
+    return line
 
 
 def main(cfg):
@@ -504,7 +558,7 @@ def main(cfg):
     by_adapter = {}
     adapters, draws = load_what_is_asked(cfg, model)
     for name, adapter in common.progress(adapters.items(), desc="adapters"):
-        found, met = margins(A_log, model, adapter, draws, cfg.beta, cfg.dt_min)
+        found, met = margins(model, adapter, draws, cfg.beta, cfg.dt_min)
         table = adapter_table(found, met)
         report_adapter(name, table, met, draws, cfg.dt_min)
         by_adapter[name] = found

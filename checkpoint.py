@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-import baselines  # noqa: F401 (its kernels are among those that load)
+import baselines
 import common
 import published
 import text
@@ -482,20 +482,25 @@ def check_belongs(path, adapter, tensors, backbone):
             raise common.UserError(f"{path}: holds NaN or infinity; train it again")
 
 
-def load_adapters(paths, config, device="cpu", mark_only=False):
+def load_adapters(paths, config, device="cpu", mark_only=False, static=False):
     """{label: adapter} of run folders and files; the shipped ones where `paths` is empty.
 
     A label is the file's or the folder's name, or the whole path where that is taken. mark_only
-    raises UserError for what is not one of the three geometries alone.
+    raises UserError for what is not one of the three geometries alone; with `static`, a static
+    operator and a geometry on top of one will do as well.
     """
+    wanted = (MarkAdapter,)
+    said = "hypernet, chebyshev or dct adapter"
+    if static:
+        wanted += (baselines.Static, baselines.StaticWith)
+        said += ", a static one, or static+ one of the three"
     shipped = [ASSETS / f"adapter_{kernel}.safetensors" for kernel in sorted(GEOMETRIES)]
     adapters = {}
     for path in map(Path, paths or shipped):
         adapter, _ = load_adapter(path, config, device)
-        if mark_only and not isinstance(adapter, MarkAdapter):
-            raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which leaves the "
-                                   "recurrence alone or changes the projections too; give a "
-                                   "hypernet, chebyshev or dct adapter")
+        if mark_only and not isinstance(adapter, wanted):
+            raise common.UserError(f"--adapter: {path} is {adapter.kernel}, which this command "
+                                   f"cannot read as a modulated recurrence; give a {said}")
         label = label_of(path)
         if label in adapters or label in ("uniform", "unigram", "frozen"):  # rows of tables
             label = str(path)

@@ -1,7 +1,8 @@
 """Synthetic LPV-SSM recovery: how the operator error falls with N (4.2, B.2, C.5; Figure 2).
 
 Run:      python synth_lpv.py                     (three kernels, six sizes, 15 seeds: 3 minutes)
-          python synth_lpv.py --preset published  (settings of the public script: 15 minutes)
+          python synth_lpv.py --preset published  (settings of the public script, of which the
+                                                   Hypernet is a preset of its own: 15 minutes)
 Last line: "wrote runs/synth_lpv/recovery/result.json and fig2_recovery.png"
           (`python -m experiments.publish runs/synth_lpv/recovery` copies both to where the
           repository keeps them.)
@@ -16,7 +17,8 @@ on a grid of 200 tau. All of this is C.5:
     MOE = sqrt(mean over tau of sum_k (M_k of the fit - M_k)^2)
 
 Part two asks what the best possible error is, for the two bases. Levenberg-Marquardt finds the
-least-squares fit, and the Cramer-Rao bound says how small the error of an unbiased fit can be.
+least-squares fit, and the Cramer-Rao bound says how small the error of an unbiased fit can be. A
+second bound counts the start as data: a noisy copy of the truth is a measurement of it.
 
 How to read the rates is said below every table: NOTE.
 
@@ -32,11 +34,12 @@ Symbols:  tau, u, y  e l b    tau_s, u_s, y_s        A, B, C  e n m    A, B, C(t
 Differs from the paper, or is left open there: the truth (TRUTHS); the noise of the start, absolute
           on the bases and relative to the RMS elsewhere; alpha, beta_A and beta_B of Algorithms 6
           and 7 are known to the fit; the heads of the Hypernet are 2 x 2 factors, as in the
-          adapters; Adam is stopped early by held-out trajectories. MOE has a mean over tau: the
-          Frobenius norm over grid and lags is sqrt(200) MOE.
+          adapters, and its MLP is 16 wide; Adam is stopped early by held-out trajectories. MOE has
+          a mean over tau: the Frobenius norm over grid and lags is sqrt(200) MOE.
 Upstream: github.com/ibitec7/mark at 18a855b, analysis/*_synthetic_lpv.py. PRESETS["published"] sets
-          everything in which that script departs from ours. The random streams are ours, the start
-          of its betas has noise 0.02 here, and its Hypernet, 256 wide, would take hours.
+          everything in which these scripts depart from ours. The random streams are ours, and the
+          start of the betas has noise 0.02 here. Its Hypernet is 256 wide: 15 seeds of six sizes
+          would take 9 hours of one core, so "published_hypernet" has 3 seeds of the three smallest.
 """
 import dataclasses
 import math
@@ -63,7 +66,6 @@ GRID = 200                             # points in tau, of the Markov operator
 # Algorithm 5
 A_DIM, V_DIM = near_square(D_STATE)    # U_q (a r), V_q (r v), a v = n
 UV_SIZE = A_DIM * RANK + RANK * V_DIM
-MLP_WIDTH = 16
 HEADS = {"W_A": D_STATE, "W_B_scale": UV_SIZE, "W_B_shift": UV_SIZE, "W_C_scale": UV_SIZE,
          "W_C_shift": UV_SIZE}         # the outputs of each head
 SCALARS = ("beta_A_param", "alpha_B", "beta_B", "alpha_C", "beta_C")
@@ -80,12 +82,13 @@ CHECK_EVERY = 20                       # steps of Adam between looks at the held
 DIVERGED = 10                          # times the norm of the operator: such a fit has diverged
 NOTE = (
     "What a rate means: B.2 proves N^-1/2 for the squared error (eq. 32), so N^-1/4 for the error "
-    "MOE. The Cramer-Rao bound on the RMS error of unbiased estimators falls faster than N^-1/2 "
-    "here: an exponent does not tell a good estimator from a bad one, the ratio to the bound does. "
-    "The rate of a first-order fit (Adam) is a fact about its budget. A fit below the bound is "
-    "biased: the start, a noisy copy of the truth, still shows in it. There is no bound (n/a) "
-    "where the data do not determine the parameters. The Hypernet has none: its information is "
-    "singular.")
+    "MOE. The Cramer-Rao bound on the RMS error of unbiased estimators falls as N^-1/2 in the limit "
+    "of many trajectories, and faster before it: an exponent does not tell a good estimator from a "
+    "bad one, the ratio to the bound does. The rate of a first-order fit (Adam) is a fact about its "
+    "budget. A fit below the bound is biased: the start, a noisy copy of the truth, still shows in "
+    "it. The bound for an estimator that also measures the truth by its start counts that in. There "
+    "is no bound (n/a) where the data do not determine the parameters. The Hypernet has none: its "
+    "information is singular.")
 
 
 class Truth(NamedTuple):
@@ -96,23 +99,25 @@ class Truth(NamedTuple):
     beta_A: float         # the bounds and alpha of Algorithms 6 and 7
     beta_B: float
     alpha: float
+    scalars: float        # the bounds and alphas of Algorithm 5
+    smooth: bool          # layers of Algorithm 5 that let tau through, or PyTorch's default ones
 
 
 # Ours leave something to recover: the coefficients of the DCT meet c_k, about 1 / sqrt(256), so the
 # public script's hardly move its operator.
 TRUTHS = {
     "ours": Truth((math.log(0.5), math.log(16)), 2.0, {"chebyshev": 1.0, "dct": 16.0},
-                  beta_A=0.5, beta_B=1.0, alpha=0.0),
+                  beta_A=0.5, beta_B=1.0, alpha=0.0, scalars=0.5, smooth=True),
     "public": Truth((-2.0, 0.0), 0.5, {"chebyshev": 0.5, "dct": 0.5},
-                    beta_A=0.5, beta_B=0.5, alpha=1.0)}
+                    beta_A=0.5, beta_B=0.5, alpha=1.0, scalars=0.2, smooth=False)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Recover synthetic LPV systems from N trajectories: table, rates and Figure 2."""
     MAY_BE_ZERO: ClassVar = ("iterations", "batch")
-    # 3 min, 20 s, 15 min; from Python a label: see common.from_preset
-    preset: Literal["recovery", "quick", "published"] = "recovery"
+    # 3 min, 20 s, 15 min, 12 min; from Python a label: see common.from_preset
+    preset: Literal["recovery", "quick", "published", "published_hypernet"] = "recovery"
     kernel: tuple[Literal["hypernet", "chebyshev", "dct"], ...] = ("hypernet", "chebyshev", "dct")
     sizes: tuple[int, ...] = (50, 100, 200, 400, 800, 1600)  # N
     seeds: int = 15                    # at most 15
@@ -127,21 +132,24 @@ class Config:
     start_noise: float = 0.1           # of the start of the fit, a noisy copy of the truth
     constant_tau: bool = False         # one tau per trajectory: the frozen context of B.2
     truth: Literal["ours", "public"] = "ours"      # how true systems are drawn
+    width: int = 16                    # of the Hypernet's MLP
     seed_list: Literal["paper", "public"] = "paper"  # seed i: 42 + 100 i (C.3), or 42 i
     start_noise_absolute: bool = False  # the same noise on every number, a fifth on scalars
-    fit_scalars: bool = False          # fit alpha and the betas of the bases too; there is no bound
+    fit_scalars: bool = False          # fit alpha and the betas of the bases too
     public_scaling: bool = False       # a row more: the error in the public script's scaling
     out: str = "runs/synth_lpv"        # folder of the folders of result and figure
 
 
+PUBLISHED = {
+    "kernel": ("chebyshev", "dct"), "fit": "adam", "steps": 1500, "lr": 0.08, "weight_decay": 1e-4,
+    "batch": 0, "hold_out": 0.0, "truth": "public", "width": 256, "seed_list": "public",
+    "start_noise_absolute": True, "fit_scalars": True, "public_scaling": True}
 PRESETS = {
     "recovery": {},
     "quick": {"seeds": 3, "steps": 150, "iterations": 40},
-    "published": {
-        "kernel": ("chebyshev", "dct"), "fit": "adam", "steps": 1500, "lr": 0.08,
-        "weight_decay": 1e-4, "batch": 0, "hold_out": 0.0, "truth": "public",
-        "seed_list": "public", "start_noise_absolute": True, "fit_scalars": True,
-        "public_scaling": True}}
+    "published": PUBLISHED,
+    "published_hypernet": PUBLISHED | {"kernel": ("hypernet",), "seeds": 3,
+                                       "sizes": (50, 100, 200)}}
 
 
 # ==================================================================================================
@@ -174,8 +182,10 @@ def hypernet_matrices(P, cond):
         h = F.silu(P["W" + layer] @ h + P["b" + layer])         # 4
 
     W = torch.cat([P[name] for name in HEADS], 1)
-    outputs = (W @ h).split(list(HEADS.values()), 1)            # one product for all heads
-    Wh = dict(zip(HEADS, outputs))
+    outputs = W @ h                                             # one product for all heads
+    if "b_heads" in P:                                          # of the public script
+        outputs = outputs + P["b_heads"]
+    Wh = dict(zip(HEADS, outputs.split(list(HEADS.values()), 1)))
 
     beta_A = 0.5 * torch.sigmoid(P["beta_A_param"])             # 6
     a_shift = Wh["W_A"]
@@ -277,23 +287,45 @@ def scalar(value):
     return torch.full((1, 1, 1), value, dtype=torch.float64)
 
 
-def random_hypernet(stream, truth, A_log_base):
-    """P of Algorithm 5. The gain of 1.6, and the damping of frequency m by 1 + m, let tau through
-    the MLP, smoothly."""
+def smooth_layers(stream, width):
+    """The layers of Algorithm 5. The gain of 1.6, and the damping of frequency m by 1 + m, let tau
+    through the MLP, smoothly."""
     damping = 1 / (1 + torch.arange(64).double())
     damping = damping.repeat(2)                                 # of the sines, of the cosines
+    layers = {"W1": normal(stream, 1.6, width, 128) * damping / damping.norm()}
+    for layer in "1234":
+        layers["b" + layer] = normal(stream, 0.1, width, 1)
+    for layer in "234":
+        layers["W" + layer] = normal(stream, 1.6 / width ** 0.5, width, width)
+    for name, n_outputs in HEADS.items():
+        layers[name] = normal(stream, 1.6 / width ** 0.5, n_outputs, width)
+    return layers
+
+
+def default_layers(stream, width):
+    """The same as torch.nn.Linear draws them, with a bias of the heads: the public script's."""
+    def uniform(n_in, *shape):
+        within_1 = 2 * torch.rand(1, *shape, generator=stream, dtype=torch.float64) - 1
+        return within_1 / n_in ** 0.5
+
+    layers = {"W1": uniform(128, width, 128), "b1": uniform(128, width, 1)}
+    for layer in "234":
+        layers["W" + layer] = uniform(width, width, width)
+        layers["b" + layer] = uniform(width, width, 1)
+    for name, n_outputs in HEADS.items():
+        layers[name] = uniform(width, n_outputs, width)
+    layers["b_heads"] = uniform(width, sum(HEADS.values()), 1)
+    return layers
+
+
+def random_hypernet(stream, truth, A_log_base, width):
+    """P of Algorithm 5."""
     P = {"A_log_base": A_log_base}
     P["U_base"] = normal(stream, truth.factors, A_DIM, RANK)
     P["V_base"] = normal(stream, truth.factors, RANK, V_DIM)
-    P["W1"] = normal(stream, 1.6, MLP_WIDTH, 128) * damping / damping.norm()
-    for layer in "1234":
-        P["b" + layer] = normal(stream, 0.1, MLP_WIDTH, 1)
-    for layer in "234":
-        P["W" + layer] = normal(stream, 1.6 / MLP_WIDTH ** 0.5, MLP_WIDTH, MLP_WIDTH)
-    for name, n_outputs in HEADS.items():
-        P[name] = normal(stream, 1.6 / MLP_WIDTH ** 0.5, n_outputs, MLP_WIDTH)
+    P |= smooth_layers(stream, width) if truth.smooth else default_layers(stream, width)
     for name in SCALARS:
-        P[name] = scalar(0.5)
+        P[name] = scalar(truth.scalars)
     return P
 
 
@@ -311,13 +343,14 @@ def random_basis_system(stream, kernel, truth, A_log_base):
     return P
 
 
-def random_truth(kernel, seed, name):
-    """P of the true system of one seed (e = 1), float64; name: of one of TRUTHS."""
+def random_truth(kernel, seed, name, width=16):
+    """P of the true system of one seed (e = 1), float64; name: of one of TRUTHS; width: of the
+    Hypernet's MLP."""
     truth = TRUTHS[name]
     stream = noise_generator(seed, 0)
     A_log_base = torch.linspace(*truth.log_poles, D_STATE, dtype=torch.float64)[None, :, None]
     if kernel == "hypernet":
-        return random_hypernet(stream, truth, A_log_base)
+        return random_hypernet(stream, truth, A_log_base, width)
     return random_basis_system(stream, kernel, truth, A_log_base)
 
 
@@ -490,7 +523,7 @@ def error_in_public_scaling(M, M_true):
 # Part two: the best that the data allow, for the two bases (not in the paper)
 # ==================================================================================================
 # The observations are y = roll_out(theta) + sigma * normal noise. With J = d roll_out / d theta,
-# the Fisher information of theta is J^T J / sigma^2. The same J^T J drives Levenberg-Marquardt.
+# the Fisher information of theta is J^T J / sigma^2. The same J drives Levenberg-Marquardt.
 
 class NormalEquations(NamedTuple):
     """Of least squares, summed over steps and trajectories, in float64. r = y - roll_out."""
@@ -527,16 +560,17 @@ def own_sensitivities(log_A, U, V, x, u_s):
     return x_s, Abar, torch.cat([by_log_A, by_U, by_V], 2)
 
 
-def normal_equations(P, basis, u, y):
-    """NormalEquations at P: basis (e k (l b)), u and y (e l b).
+def sensitivities(P, basis, u, betas=False):
+    """For each step s the y_s of P without noise (e b), and J = d y_s / d theta (e p b).
 
-    A channel has the value base + beta tanh(shift), shift = sum_k coefficient_k basis_k. The
-    sensitivity of the state follows the recurrence of the state:
+    basis (e k (l b)), u (e l b). A channel has the value base + beta tanh(shift), where shift =
+    sum_k coefficient_k basis_k. The sensitivity of the state follows the recurrence of the state:
 
         dx_s/dtheta = Abar_s dx_{s-1}/dtheta + (dx_s/dchannel with x_{s-1} fixed) dchannel/dtheta
 
     where dchannel/dtheta is 1 for the base, and beta (1 - tanh^2) basis_k for coefficient k. Only
-    the channels j of a state are kept with it, (e n j f b).
+    the channels j of a state are kept with it, (e n j f b). With `betas`, tanh = dchannel/dbeta
+    makes a last column f, and beta_A and beta_B follow theta in J.
     """
     basis = attenuated(P, basis).unflatten(2, u.shape[1:])      # e k l b
     bases = P["theta"][..., :1]                                 # e c 1
@@ -549,12 +583,9 @@ def normal_equations(P, basis, u, y):
     n_seeds, _, size = u.shape
     n_columns = P["theta"].shape[2]
     x = u.new_zeros(n_seeds, D_STATE, 1, size)                  # e n 1 b
-    dx = u.new_zeros(n_seeds, *channels.shape, n_columns, size)     # e n j f b
-    J = u.new_empty(n_seeds, sum(CHANNELS), n_columns, size)    # e c f b
-    JTJ = 0
-    JTr = 0
-    rTr = 0
-    for basis_s, u_s, y_s in zip(basis.unbind(2), u.unbind(1), y.unbind(1)):    # e k b, e b, e b
+    dx = u.new_zeros(n_seeds, *channels.shape, n_columns + betas, size)     # e n j f b
+    J = u.new_empty(n_seeds, sum(CHANNELS), n_columns + betas, size)        # e c f b
+    for basis_s, u_s in zip(basis.unbind(2), u.unbind(1)):      # e k b, e b
         tanh = torch.tanh(coefficients @ basis_s)               # e c b
         value = (bases + beta * tanh)[:, channels]              # e n j b
         slope = (beta * (1 - tanh * tanh))[:, channels]         # e n j b
@@ -564,14 +595,29 @@ def normal_equations(P, basis, u, y):
         dx *= Abar[:, :, :, None]                               # in place: it stays in the cache
         dx[:, :, :, 0] += own                                   # of the bases
         by_shift = (own * slope)[:, :, :, None]                 # e n j 1 b
-        dx[:, :, :, 1:].addcmul_(by_shift, basis_s[:, None, None])      # of the coefficients
+        by_coefficient = dx[:, :, :, 1:n_columns]
+        by_coefficient.addcmul_(by_shift, basis_s[:, None, None])
+        if betas:
+            dx[:, :, :, -1] += own * tanh[:, channels]
 
         # y = sum_n x_n, so the states' sensitivities to a channel are added.
         J.zero_().index_add_(1, channels.flatten(), dx.flatten(1, 2))
-        J_p = J.flatten(1, 2)                                   # e p b
-        r = y_s - x.sum((1, 2))                                 # e b
-        JTJ = JTJ + (J_p @ J_p.mT).double()
-        JTr = JTr + (J_p @ r[..., None])[..., 0].double()
+        J_p = J[:, :, :n_columns].flatten(1, 2)                 # e p b
+        if betas:
+            by_A, by_B = J[:, :, -1].split([CHANNELS[0], CHANNELS[1] + CHANNELS[2]], 1)
+            J_p = torch.cat([J_p, by_A.sum(1, keepdim=True), by_B.sum(1, keepdim=True)], 1)
+        yield x.sum((1, 2)), J_p
+
+
+def normal_equations(P, basis, u, y):
+    """NormalEquations at P: basis (e k (l b)), u and y (e l b)."""
+    JTJ = 0
+    JTr = 0
+    rTr = 0
+    for y_s, (of_P, J) in zip(y.unbind(1), sensitivities(P, basis, u)):
+        r = y_s - of_P                                          # e b
+        JTJ = JTJ + (J @ J.mT).double()
+        JTr = JTr + (J @ r[..., None])[..., 0].double()
         rTr = rTr + r.square().sum(-1).double()
     return NormalEquations(JTJ, JTr, rTr)
 
@@ -608,31 +654,45 @@ def levenberg_marquardt(start, basis, u, y, iterations):
     return start | {"theta": theta}
 
 
-def operator_jacobian(kernel, P):
-    """G = d M / d theta of a basis kernel, scaled so that |G dtheta| is an MOE: (e (k m) p)."""
+def information_root(P, basis, u, betas=False):
+    """R (e p p) with R^T R = J^T J over all steps and trajectories, so R^T R / sigma^2 is the
+    information. J^T J itself would lose what lies below 1e-8 of the largest singular value of J:
+    under the public script's truths the smallest are 1e-12 of it.
+    """
+    n_parameters = P["theta"][0].numel() + 2 * betas
+    R = u.new_zeros(len(u), n_parameters, n_parameters)
+    for _, J in sensitivities(P, basis, u, betas):
+        R = torch.linalg.qr(torch.cat([R, J.mT], 1), mode="r").R
+    return R
+
+
+def operator_jacobian(kernel, P, betas=False):
+    """G = d M / d theta of a basis kernel, scaled so that |G dtheta| is an MOE: (e (k m) p).
+    With `betas`, beta_A and beta_B follow theta."""
     def operator(P_of_one):
         as_one_seed = {name: value[None] for name, value in P_of_one.items()}
         return markov_operator(kernel, as_one_seed).flatten()   # (k m)
 
-    G = torch.func.vmap(torch.func.jacfwd(operator))(P)["theta"]        # e (k m) c f
-    return G.flatten(2) / GRID ** 0.5                           # e (k m) p
+    G = torch.func.vmap(torch.func.jacfwd(operator))(P)
+    columns = [G["theta"].flatten(2)]                           # e (k m) (c f)
+    if betas:
+        columns += [G["beta_A"].flatten(2), G["beta_B"].flatten(2)]
+    return torch.cat(columns, 2) / GRID ** 0.5                  # e (k m) p
 
 
-def cramer_rao(JTJ, G, noise):
-    """The least E |G (theta_fit - theta)|^2 of an unbiased fit, noise^2 tr(G (J^T J)^-1 G^T).
+def cramer_rao(R, G, noise):
+    """The least E |G (theta_fit - theta)|^2 of an unbiased fit, noise^2 tr(G (R^T R)^-1 G^T).
 
-    JTJ (e p p), G (e m p) -> (e), with nan where the data do not determine theta: where J^T J,
-    scaled to a unit diagonal, has an eigenvalue that is 0 to rounding. Then some direction of
-    theta is free, and no unbiased fit exists.
+    R (e q p), G (e m p) -> (e), with nan where the data do not determine theta: where R, its
+    columns scaled to 1, has a singular value that is 0 to rounding. Then some direction of theta is
+    free, and no unbiased fit exists.
     """
-    unit = JTJ.diagonal(dim1=1, dim2=2).clamp_min(1e-30).rsqrt()        # e p
-    scaled = unit[:, :, None] * JTJ * unit[:, None]
-    values, vectors = torch.linalg.eigh(scaled)                 # ascending
-    rounding = JTJ.shape[-1] * torch.finfo(torch.float64).eps   # numpy's rule for the rank
-    determined = values[:, 0] > rounding * values[:, -1]        # e
-    along = ((G * unit[:, None]) @ vectors).square().sum(1)     # e p
-    inverse = 1 / values
-    bound = noise ** 2 * (along * inverse).sum(-1)
+    unit = 1 / R.norm(dim=1).clamp_min(1e-15)                   # e p
+    _, values, vectors = torch.linalg.svd(R * unit[:, None], full_matrices=False)
+    rounding = R.shape[2] * torch.finfo(torch.float64).eps      # numpy's rule for the rank
+    determined = values[:, -1] > rounding * values[:, 0]        # e
+    along = ((G * unit[:, None]) @ vectors.mT).square().sum(1)  # e p
+    bound = noise ** 2 * (along / values.square()).sum(-1)
     return torch.where(determined, bound, math.nan)
 
 
@@ -661,9 +721,31 @@ def is_least_squares(kernel, cfg):
     return kernel != "hypernet" and cfg.fit == "lm"
 
 
-def has_bound(kernel, cfg):
-    """Whether all that is fitted is theta, of which the information is known."""
-    return kernel != "hypernet" and not cfg.fit_scalars
+def start_deviations(P, cfg):
+    """The standard deviation of the start's noise on each of the p parameters of one seed, (1 p)."""
+    names = ["theta", "beta_A", "beta_B"] if cfg.fit_scalars else ["theta"]
+    parts = []
+    for name in names:
+        deviation = start_deviation(name, P[name], cfg.start_noise_absolute)
+        parts.append(cfg.start_noise * deviation.flatten(1))
+    return torch.cat(parts, 1)
+
+
+def least_rms_errors(kernel, truths, features, u, cfg):
+    """The roots of the Cramer-Rao bounds of each seed, {"bound", "bound_with_start": (e)}.
+
+    Where the fit learns the scalars too, so does the estimator that is bounded, except alpha: the
+    coefficients make up for any change of it.
+    """
+    P = stack_systems(truths)
+    R = information_root(P, features, u, cfg.fit_scalars)       # e p p
+    G = operator_jacobian(kernel, P, cfg.fit_scalars)           # e (k m) p
+    # In units of the start's deviations, the start measures each parameter with deviation 1.
+    deviations = torch.cat([start_deviations(truth, cfg) for truth in truths])[:, None]     # e 1 p
+    by_start = cfg.noise * torch.eye(R.shape[2], dtype=R.dtype).expand_as(R)
+    with_start = torch.cat([R * deviations, by_start], 1)       # e 2p p
+    return {"bound": cramer_rao(R, G, cfg.noise).sqrt(),
+            "bound_with_start": cramer_rao(with_start, G * deviations, cfg.noise).sqrt()}
 
 
 def recover_seeds(kernel, size, seeds, truths, starts, cfg):
@@ -682,10 +764,8 @@ def recover_seeds(kernel, size, seeds, truths, starts, cfg):
     M = markov_operator(kernel, fitted)
     found = {"moe": operator_error(M, M_true), "kappa_pe": excitation(tau, u),
              "public": error_in_public_scaling(M, M_true)}
-    if has_bound(kernel, cfg):
-        JTJ = normal_equations(P, features, u, y).JTJ
-        G = operator_jacobian(kernel, P)
-        found["bound"] = cramer_rao(JTJ, G, cfg.noise).sqrt()
+    if kernel != "hypernet":                                    # whose information is singular
+        found |= least_rms_errors(kernel, truths, features, u, cfg)
     return found
 
 
@@ -708,7 +788,7 @@ def recover(kernel, cfg, bar=None):
     """The record of one kernel, with a number for each seed: {"seeds", "sizes": {N: {name: [e]}},
     "norm" of the true operator, MOE of the best "constant" operator, MOE of the "start"}."""
     seeds = list_of_seeds(cfg)
-    truths = [random_truth(kernel, seed, cfg.truth) for seed in seeds]
+    truths = [random_truth(kernel, seed, cfg.truth, cfg.width) for seed in seeds]
     starts = []
     for seed, P in zip(seeds, truths):
         starts.append(noisy_copy(seed, P, learned_parameters(kernel, P, cfg), cfg))
@@ -788,23 +868,27 @@ def summarise(record):
         rates_of_seeds.append(decay_rates(sizes, [row["moe"][seed] for row in rows]))
     summary["seed_rates"] = [over_seeds([rates[i] for rates in rates_of_seeds]) for i in range(2)]
 
-    if "bound" in rows[0]:
-        summary |= summarise_bound(sizes, rows, limit)
+    for name in ("bound", "bound_with_start"):                  # older files have the first alone
+        if name in rows[0]:
+            bounds, ratios = summarise_bound(name, rows, limit)
+            summary[name] = bounds
+            summary[name.replace("bound", "ratio")] = ratios
+            summary[name.replace("bound", "bound_rates")] = decay_rates(sizes, bounds)
     return summary
 
 
-def summarise_bound(sizes, rows, limit):
-    """RMS over seeds of the bound and of MOE / bound for each N, and the bound's rates."""
+def summarise_bound(name, rows, limit):
+    """RMS over seeds of a bound and of MOE / bound, for each N."""
     bounds = []
     ratios = []
     for row in rows:
         moe = np.array(row["moe"])
-        bound = np.array(row["bound"])
+        bound = np.array(row[name])
         fine = moe < limit
         bounds.append(root_mean_square(bound))
         with np.errstate(divide="ignore", invalid="ignore"):    # without noise the bound is 0
             ratios.append(root_mean_square(moe[fine] / bound[fine]))
-    return {"bound": bounds, "ratio": ratios, "bound_rates": decay_rates(sizes, bounds)}
+    return bounds, ratios
 
 
 # ---- table ---------------------------------------------------------------------------------------
@@ -823,6 +907,14 @@ def show_interval(interval, digits=4):
     return interval.show(digits=digits)
 
 
+def bound_rows(summary, which, label, ratio_label):
+    """The rows of a bound and of MOE over it. which: the end of its names in the summary."""
+    bounds = [show_number(bound) for bound in summary["bound" + which]]
+    rates = [show_number(rate, 2) for rate in summary["bound_rates" + which]]
+    ratios = [show_number(ratio, 2) for ratio in summary["ratio" + which]]
+    return [[label, *bounds, *rates], [ratio_label, *ratios, "", ""]]
+
+
 def kernel_rows(kernel, summary, cfg):
     """The table's rows of one kernel."""
     moe = []
@@ -834,11 +926,10 @@ def kernel_rows(kernel, summary, cfg):
         rates.append(f"{show_number(of_mean, 2)} (seeds {show_interval(of_seeds, 2)})")
     rows = [[f"**{kernel}** (paper: rate {PAPER_RATE[kernel]}), MOE", *moe, *rates]]
     if "bound" in summary:
-        bounds = [show_number(bound) for bound in summary["bound"]]
-        bound_rates = [show_number(rate, 2) for rate in summary["bound_rates"]]
-        ratios = [show_number(ratio, 2) for ratio in summary["ratio"]]
-        rows.append(["Cramer-Rao bound, RMS", *bounds, *bound_rates])
-        rows.append(["MOE / bound, RMS", *ratios, "", ""])
+        rows += bound_rows(summary, "", "Cramer-Rao bound, RMS", "MOE / bound, RMS")
+    if "bound_with_start" in summary:
+        rows += bound_rows(summary, "_with_start", "bound with the start as data, RMS",
+                           "MOE / bound with the start, RMS")
     if cfg.public_scaling:
         public = [show_interval(interval) for interval in summary["public"]]
         rows.append(["in the public script's scaling", *public, "", ""])
@@ -925,8 +1016,8 @@ def run_name(cfg):
     name = "recovery"
     if cfg.fit == "adam":
         name = "adam"
-    if cfg.preset == "published":
-        name = "published"
+    if cfg.preset in ("published", "published_hypernet"):
+        name = cfg.preset
     if cfg.constant_tau:
         name += "_constant_tau"
     if cfg.preset == "quick":

@@ -338,7 +338,7 @@ def test_realised_radii_never_exceed_the_certified_ones(work, model, kernel):
     A_log = torch.stack([layer.mixer.A_log for layer in model.layers]).double()
     smallest, slowest, _ = certify.met_on_text(model, adapter, draws)
     # Assume what this text does keep, so that all five hypotheses hold.
-    found, met = certify.margins(A_log, model, adapter, draws, dt_min=smallest.min().item())
+    found, met = certify.margins(model, adapter, draws, dt_min=smallest.min().item())
     assert tuple(found) == certify.HYPOTHESES and all(c.certified for c in found.values())
     assert torch.equal(met.radius, (-slowest.amin(-1)).exp())
     rates = {name: -torch.log1p(-c.distance) for name, c in found.items()}  # nats per step, y
@@ -357,6 +357,81 @@ def test_realised_radii_never_exceed_the_certified_ones(work, model, kernel):
     for less, more in (("any text", "this text"), ("paper", "own beta_A"),
                        ("own beta_A", "reached"), ("reached", "this text")):
         assert (found[less].epsilon <= found[more].epsilon).all()
+
+
+# ------------------------------------------------------------------------------ static operators
+
+def static_adapter(config, kernel, rate=3.0):
+    """A static operator, or a geometry on top of one: only A_log and dt_bias are shifted."""
+    torch.manual_seed(0)
+    adapter = make_adapter(kernel, config, mlp_dim=16, t_scale=30.0, static_rate=rate)
+    if kernel == "static":
+        static = adapter
+    else:
+        tiny.awake(adapter.geometry)
+        static = adapter.static
+    with torch.no_grad():
+        static.A.copy_(uniform(-0.5, 0.5, *static.A.shape, seed=11))
+        static.dt.copy_(uniform(-0.5, 0.5, *static.dt.shape, seed=12))
+    return adapter
+
+
+def write_shifted(work, adapter):
+    """The tiny backbone's file with the static shifts added to its A_log and dt_bias by hand."""
+    static = getattr(adapter, "static", adapter)
+
+    def shift(state):
+        for y in range(tiny.CONFIG.n_layer):
+            for name, numbers in (("A_log", static.A), ("dt_bias", static.dt)):
+                for h in range(tiny.CONFIG.nheads):
+                    state[f"layers.{y}.mixer.{name}"][h] += 3.0 * numbers[y, 0, h].item()
+    return write_changed(work, "shifted.safetensors", shift)
+
+
+def assert_same_margins(got, want):
+    for name in certify.HYPOTHESES:
+        for field in ("epsilon", "radius", "distance", "half_life"):      # the file is in float32
+            torch.testing.assert_close(getattr(got[0][name], field), getattr(want[0][name], field),
+                                       rtol=1e-5, atol=0, msg=f"{name}: {field}")
+        assert torch.equal(got[0][name].head, want[0][name].head)
+    torch.testing.assert_close(got[1].dt, want[1].dt, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kernel", ("hypernet", "chebyshev", "dct"))
+def test_a_geometry_on_a_static_operator_has_the_certificate_of_the_shifted_backbone(work, model,
+                                                                                     kernel):
+    adapter = static_adapter(model.config, f"static+{kernel}")
+    shifted = load_backbone(write_shifted(work, adapter))
+    draws = text_draws(work)
+    got = certify.margins(model, adapter, draws)
+    assert_same_margins(got, certify.margins(shifted, adapter.geometry, draws))
+    before = certify.margins(model, adapter.geometry, draws)[0]
+    assert (got[0]["any text"].epsilon != before["any text"].epsilon).all()
+
+
+def test_a_static_operator_alone_has_a_bound_of_zero_around_the_shifted_backbone(work, model):
+    adapter = static_adapter(model.config, "static")
+    shifted = load_backbone(write_shifted(work, adapter))
+    A_log = certify.recurrence(shifted)[0]
+    draws = text_draws(work)
+    nothing = make_adapter("none", model.config)
+    met = certify.met_on_text(shifted, nothing, draws)
+    floor = certify.step_floor(shifted, nothing)
+    want = {"paper": certify.certify(A_log), "own beta_A": certify.certify(A_log, 0),
+            "reached": certify.certify(A_log, 0), "this text": certify.certify(A_log, 0, met.dt),
+            "any text": certify.certify(A_log, 0, floor)}
+    assert_same_margins(certify.margins(model, adapter, draws), (want, met))
+
+
+def test_no_text_or_time_decays_more_slowly_than_a_static_adapter_is_certified_to(work, model):
+    adapter = static_adapter(model.config, "static+chebyshev")
+    tiny.awake(adapter)                                  # B, C and D as well, which must not matter
+    found, _ = certify.margins(model, adapter, text_draws(work))
+    noise = text_draws(work)
+    noise.x_t = torch.randint(260, noise.x_t.shape, generator=torch.Generator().manual_seed(8))
+    slowest = certify.met_on_text(model, adapter, noise).rate
+    rate = -torch.log1p(-found["any text"].distance)     # nats per step, y
+    assert (slowest.amin(-1) >= rate * (1 - 1e-5)).all()
 
 
 # ----------------------------------------------------------------------------------- the command
@@ -448,7 +523,31 @@ def test_a_backbone_of_ones_own_is_certified_without_an_adapter(work):
         assert run.status == 0 and "hypotheses" not in run.out
 
 
-def test_an_adapter_that_leaves_the_recurrence_alone_is_refused(work):
-    path = write_adapter(work, "inject", "i.safetensors")
+@pytest.mark.parametrize("kernel", ("inject", "lora", "lora+dct"))
+def test_an_adapter_that_changes_something_else_is_refused(work, kernel):
+    path = write_adapter(work, kernel, "i.safetensors")
     run = tiny.command("certify.py", *arguments(work, path))
-    assert run.status == 2 and "inject" in run.err and run.err.count("\n") == 1
+    assert run.status == 2 and f"is {kernel}, " in run.err and "static+" in run.err
+    assert run.err.count("\n") == 1
+
+
+def test_a_static_operator_with_and_without_a_geometry_is_certified_by_the_command(work):
+    paths = []
+    for kernel in ("static", "static+dct"):
+        paths.append(work / f"{kernel}.safetensors")
+        save_adapter(paths[-1], static_adapter(tiny.CONFIG, kernel))
+    run = tiny.command("certify.py", *arguments(work, *paths))
+    assert run.status == 0, run.err
+    assert "static: margin epsilon" in run.out and "static+dct: margin epsilon" in run.out
+    run = tiny.command("markov.py", *arguments(work, paths[1]))
+    assert run.status == 2 and "is static+dct, " in run.err
+
+
+def test_the_last_line_counts_the_layers_in_which_float32_does_not_decay():
+    edge = 2.0 ** -25
+    for rate, rounded in ((edge, True), (1.01 * edge, False)):
+        certificate = certify.certify(torch.zeros(3, 2), 0, rate)
+        decay = torch.tensor(-rate, dtype=torch.float64).exp().float()
+        assert (decay == 1) == rounded
+        line = certify.last_line([certify.Finding("", "paper", certificate)])
+        assert ("float32 rounds such a decay to 1 in 3 layers" in line) == rounded
