@@ -68,6 +68,20 @@ def pick_device(name):
     return name
 
 
+def pick_precision(name, device):
+    """The dtype of a backbone by a setting: auto is tf32 on a GPU and float32 elsewhere.
+
+    tf32 keeps float32 and lets the matrix products of this process round their factors to TF32.
+    """
+    if name == "auto":
+        name = "tf32" if device == "cuda" else "float32"
+    if name == "tf32" and device != "cuda":
+        raise UserError("--precision: got tf32, which GPUs alone have; need float32 or bf16 here")
+    if name == "tf32":
+        torch.set_float32_matmul_precision("high")
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
 def log(*parts):
     """Print on rank 0 only, without breaking a progress bar."""
     rank, _ = rank_and_world()

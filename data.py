@@ -458,14 +458,15 @@ class Windows:
         return torch.from_numpy(np.stack([self[i] for i in places]))
 
 
-def noise_generator(*counters):
-    """Integers -> their own random stream: the same everywhere, whatever was drawn before.
+def noise_generator(*counters, device="cpu"):
+    """Integers -> their own random stream: the same everywhere on that kind of device, whatever was
+    drawn before.
 
     torch's CPU generator keeps 32 bits of a seed, so two tuples share a stream with chance 2^-32.
     """
     name = repr([int(c) for c in counters])
     digest = hashlib.blake2b(name.encode("utf-8"), digest_size=4).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
 
 
 def published_time(noise):

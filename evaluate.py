@@ -65,6 +65,8 @@ class Config:
     seeds: int = 3                          # 42, 142, ...; 10 in the paper's tables
     plugin: str = ""                        # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # of the backbone; auto: tf32 on a GPU and float32 elsewhere
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     seed: int = 42                          # the first of the seeds
 
 
@@ -776,7 +778,8 @@ def main(cfg):
     run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights, device=device, sliced=cfg.sliced)
+    dtype = common.pick_precision(cfg.precision, device)
+    model = load_backbone(cfg.weights, dtype, device, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     adapters = load_adapters(cfg.adapter, model.config, device)
     env = common.banner("evaluate.py", cfg, device, model)

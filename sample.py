@@ -19,9 +19,9 @@ Symbols:  t       share of holes among the maskable tokens, as in evaluation (k 
 Differs from the paper: it samples nothing. The orders are those of Dream, its reference [8].
 
 The shipped adapters know windows of up to 256 bytes, cut anywhere: texts start and end in mid-word.
-A seed gives the same text whatever else is in the batch: noise depends on the seed and the step
-alone, and logits but for the rounding of matrix products of another shape (1e-6 in float32), which
-could tip a choice between values that agree to as many digits.
+A seed gives the same text on one kind of device whatever else is in the batch: noise depends on the
+seed and the step alone, and logits but for the rounding of matrix products of another shape (1e-6
+in float32, 1e-3 in TF32), which could tip a choice between values that agree to as many digits.
 """
 import dataclasses
 import math
@@ -63,6 +63,8 @@ class Config:
     vocab: str = "bytes"        # "bytes", "bert-base-uncased" or the path of a vocab.txt
     plugin: str = ""            # Python file of your own, run first; it adds geometries
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # of the backbone; auto: tf32 on a GPU and float32 elsewhere
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     show: bool = False          # watch the texts appear
     history: str = ""           # JSON file for the text after every step
     judge: bool = False         # then score texts of --length in every order and number of steps
@@ -103,31 +105,84 @@ def hole_log_probs(model, modulation, ids, real, tokenizer):
     return logits.log_softmax(-1)
 
 
-def hole_noise(seed, step, rows, counts, width):
-    """u (m, width) of `counts` holes in each of the rows: every row has a stream of its own."""
-    u = []
-    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-        generator = noise_generator(seed + 100 * row, step)
-        u.append(torch.rand(count, width, dtype=torch.float64, generator=generator))
-    return torch.cat(u)
+def hole_noise(seed, step, rows, counts, width, device="cpu"):
+    """u (m, width) of `counts` holes in each of the rows: every row has a stream of its own, made
+    on the device. A GPU's generator is another one, and so are its texts.
+    """
+    u = torch.empty(int(counts.sum()), width, dtype=torch.float64, device=device)
+    for row, part in zip(rows.tolist(), u.split(counts.tolist()), strict=True):
+        part.uniform_(generator=noise_generator(seed + 100 * row, step, device=device))
+    return u
 
 
 def draw_tokens(log_p, temperature, top_p, u):
     """Tokens (m,) from softmax(log_p / temperature), the likeliest at 0; log_p, u (m, v).
 
-    top_p leaves the fewest tokens whose probabilities, tempered, sum to it. The Gumbel noise is
-    float64: in float32 it ends near 17, and what is rare would come too rarely.
+    top_p leaves the fewest tokens whose probabilities, tempered, sum to it.
     """
     if temperature == 0:
         return log_p.argmax(-1)
-    z = log_p.double()                                                                 # m v
-    z = (z - z.amax(-1, keepdim=True)) / temperature  # at 1e-310 the likeliest stays finite: 0
-    if top_p < 1:
-        p, order = z.softmax(-1).sort(-1, descending=True)
-        surplus = p.cumsum(-1) - p >= top_p
-        z = z.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
-    gumbel = -(-u.log()).log()
-    return (z + gumbel).argmax(-1)
+    tokens = []
+    n = max(1, 2**20 // log_p.shape[1])  # what fits into a CPU's cache costs half
+    for part, noise in zip(log_p.split(n), u.split(n), strict=True):
+        if top_p < 1:
+            top = part.amax(-1, keepdim=True)
+            part = part.where(nucleus(tempered(part, top, temperature), top_p), -math.inf)
+        tokens.append(gumbel_argmax(part, temperature, noise))
+    return torch.cat(tokens)
+
+
+def tempered(log_p, top, temperature):
+    """log_p over the temperature, float64; 0 for the likeliest, whose log_p is `top`, at 1e-310
+    too.
+    """
+    return (log_p.double() - top) / temperature
+
+
+def gumbel_argmax(log_p, temperature, u, k=64):
+    """argmax of z - log(-log u), (m,), with z of `tempered`; log_p, u (m, v). The noise is float64:
+    in float32 it ends near 17, and what is rare would come too rarely.
+
+    It is computed for few tokens. Beyond the k likeliest, z is at most the least of theirs, so
+    noise that wins is at least g, the best of theirs less that; only u >= 1 - exp(-g) gives it.
+    """
+    def noisy(log_p, top, u):
+        return tempered(log_p, top, temperature) - (-u.log()).log()
+
+    if log_p.shape[1] < 16 * k:  # not worth while
+        return noisy(log_p, log_p.amax(-1, keepdim=True), u).argmax(-1)
+    likely, where = log_p.topk(k)                                                      # m k
+    top = likely[:, :1]                                                                # m 1
+    best = noisy(likely, top, u.gather(-1, where)).amax(-1, keepdim=True)              # m 1
+    g = best - tempered(likely[:, -1:], top, temperature)                              # m 1
+    able = u >= 1 - 1.001 * (-g).exp()  # some more of them, whatever the rounding       m v
+    able.scatter_(-1, where, True)
+    hole, token = able.nonzero(as_tuple=True)
+    value = noisy(log_p[hole, token], top[hole, 0], u[hole, token])
+    best = best[:, 0].scatter_reduce(0, hole, value, "amax")                           # m
+    wins = value == best[hole]
+    none = where.new_full(best.shape, log_p.shape[1])                                  # m
+    return none.scatter_reduce(0, hole[wins], token[wins], "amin")  # of equals the first
+
+
+def nucleus(z, top_p, k=256):
+    """True, m v, at the fewest tokens whose softmax(z) sums to top_p; of equals the first is taken.
+
+    The k likeliest are looked at, and more in those rows where they are not enough.
+    """
+    p = z.softmax(-1)                                                                  # m v
+    places = torch.arange(z.shape[1], device=z.device).expand_as(p)
+    few = 4 * k < z.shape[1]  # or it is not worth while
+    if few:
+        places = p.topk(k).indices.sort().values                                       # m k
+        p = p.gather(-1, places)
+    p, rank = p.sort(dim=-1, descending=True, stable=True)
+    inside = p.cumsum(-1) - p < top_p
+    kept = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, places.gather(-1, rank), inside)
+    short = (inside & (p == p[:, -1:])).any(-1)  # others may be as likely as the last of k      m
+    if few and short.any():
+        kept[short] = nucleus(z[short], top_p, 16 * k)
+    return kept
 
 
 def certainty(order, log_p, tokens, u):
@@ -176,7 +231,7 @@ def unmask(model, adapter, ids, tokenizer, steps=64, temperature=1.0, top_p=1.0,
             holes = x == tokenizer.mask_id
             now = None if modulation is None else modulation.at(plan.which[rows, step])
             log_p = hole_log_probs(model, now, x, real[rows], tokenizer)               # m v
-            u = hole_noise(seed, step, rows, plan.holes[rows, step], width).to(ids.device)
+            u = hole_noise(seed, step, rows, plan.holes[rows, step], width, ids.device)
             tokens = draw_tokens(log_p, temperature, top_p, u[:, 1:])                  # m
             x[holes] = tokens
             certain = held[rows]                                                       # r l
@@ -495,7 +550,8 @@ def main(cfg):
     run_plugin(cfg.plugin)
     device = common.pick_device(cfg.device)
     tokenizer = make_tokenizer(cfg.vocab)
-    model = load_backbone(cfg.weights, device=device, sliced=cfg.sliced)
+    dtype = common.pick_precision(cfg.precision, device)
+    model = load_backbone(cfg.weights, dtype, device, sliced=cfg.sliced)
     check_vocabulary(model, tokenizer)
     adapter = load_named_adapter(cfg.adapter, model.config, device)
     env = common.banner("sample.py", cfg, device, model)

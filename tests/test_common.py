@@ -58,6 +58,20 @@ def test_texts_are_data_and_the_tokenizer_is_vocab_in_every_script(name):
     assert set(config.OLD_FLAGS.values()) <= {f"--{field}" for field in fields}
 
 
+@pytest.mark.parametrize("name, device, dtype, asks", [
+    ("auto", "cuda", torch.float32, "high"), ("auto", "cpu", torch.float32, "highest"),
+    ("tf32", "cuda", torch.float32, "high"), ("float32", "cuda", torch.float32, "highest"),
+    ("bf16", "cuda", torch.bfloat16, "highest"), ("bf16", "cpu", torch.bfloat16, "highest")])
+def test_a_gpu_rounds_matrix_products_to_tf32_unless_told_otherwise(name, device, dtype, asks):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert common.pick_precision(name, device) == dtype
+        assert torch.get_float32_matmul_precision() == asks
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # --------------------------------------------------------------------------------------- files
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):

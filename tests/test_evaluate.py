@@ -528,7 +528,20 @@ def test_the_command_scores_adapters_and_writes_the_result(work, denoiser, given
     assert (work / "runs/evaluate/several/table1_scores.png").stat().st_size > 10_000
 
 
+def test_a_backbone_in_bf16_scores_within_two_percent_of_float32(work, given):
+    losses = []
+    for precision in ("float32", "bf16"):
+        run = command("evaluate.py", *given, "--precision", precision)
+        assert run.status == 0, run.err
+        assert ("in bfloat16, trainable" in run.out) == (precision == "bf16")
+        rows = written(work)[0]["scores"]["held"]
+        losses.append([rows[row]["elbo"] for row in ("frozen", "a", "a, shuffled t")])
+    exact, rounded = torch.tensor(losses)
+    assert 0 < (rounded / exact - 1).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("flags, words", [
+    (("--precision", "tf32", "--device", "cpu"), "--precision: got tf32, which GPUs alone have"),
     (("--adapter", "nowhere"), "nowhere"), (("--windows", 0), "--windows: got 0"),
     (("--modulate", "full", "B"), "'all-except-A'"), (("--device", "tpu"), "'cuda'")])
 def test_a_wrong_wish_ends_the_command_with_one_line(given, flags, words):

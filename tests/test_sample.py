@@ -17,6 +17,7 @@ import common
 import sample
 from baselines import Conditioning
 from checkpoint import save_adapter
+from data import noise_generator
 from hydra_ssm import HydraBert, HydraConfig, Modulation
 from mark_adapters import KERNELS, make_adapter
 from sample import ORDERS, unmask
@@ -158,6 +159,86 @@ def test_the_smallest_temperature_takes_the_best_token_as_0_does(top_p):
     tokens = sample.draw_tokens(log_p, 1e-310, top_p, u).view(200, 3)
     assert (tokens[:, 0] == 1).all() and (tokens[:, 1] == 0).all()
     assert 60 < (tokens[:, 2] == 1).sum() < 140 and (tokens[:, 2] > 0).all()
+
+
+def drawn_by_definition(log_p, temperature, top_p, u):
+    """The law in its shortest form: sort, cut, add Gumbel noise to every token."""
+    z = log_p.double()
+    z = (z - z.amax(-1, keepdim=True)) / temperature
+    p, order = z.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    surplus = p.cumsum(-1) - p >= top_p if top_p < 1 else torch.zeros_like(p, dtype=torch.bool)
+    z = z.masked_fill(surplus.gather(-1, order.argsort(-1)), -math.inf)
+    return (z - (-u.log()).log()).argmax(-1)
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.3, 1.0), (4.0, 1.0), (1e-310, 1.0),
+                                                (1.0, 0.9), (4.0, 0.5), (0.5, 0.99), (1.0, 1e-9)])
+@pytest.mark.parametrize("v", [2, 63, 700, 9_000])
+def test_noise_that_is_not_computed_could_not_have_won(v, temperature, top_p):
+    """Token by token; flat, peaked and forbidden ones, and many of equal probability."""
+    draw = torch.Generator().manual_seed(v)
+    logits = torch.rand(120, v, generator=draw) ** 4 * torch.linspace(0, 40, 120)[:, None]
+    logits[::3] = logits[::3].round()          # equal ones, at the edge of the likeliest too
+    logits[:, v // 2:][:, 1:3] = -math.inf     # special tokens
+    log_p = logits.log_softmax(-1)
+    u = torch.rand(120, v, dtype=torch.float64, generator=draw)
+    u[::5] = u[::5] ** 0.001                   # near 1, where the noise is large
+    tokens = sample.draw_tokens(log_p, temperature, top_p, u)
+    assert torch.equal(tokens, drawn_by_definition(log_p, temperature, top_p, u))
+
+
+@pytest.mark.parametrize("k", [1, 2, 18])
+def test_how_many_of_the_likeliest_are_looked_at_first_changes_nothing(k):
+    draw = torch.Generator().manual_seed(k)
+    log_p = (3 * torch.rand(50, 300, generator=draw)).round().log_softmax(-1)
+    u = torch.rand(50, 300, dtype=torch.float64, generator=draw)
+    z = sample.tempered(log_p, log_p.amax(-1, keepdim=True), 1.0)
+    expected = drawn_by_definition(log_p, 1.0, 1.0, u)
+    assert torch.equal(sample.gumbel_argmax(log_p, 1.0, u, k), expected)
+    for top_p in (0.01, 0.5, 0.95):
+        kept = sample.nucleus(z, top_p, k)
+        assert torch.equal(kept, sample.nucleus(z, top_p, 300))
+        assert torch.equal(log_p.where(kept, -math.inf).exp().sum(-1) >= top_p - 1e-6, kept.any(-1))
+
+
+GOLDEN = (  # vocabulary, how peaked, temperature, top_p, tokens of 8 holes
+    (264, 2.0, 1.0, 1.0, [67, 43, 202, 123, 162, 241, 81, 176]),
+    (264, 2.0, 0.7, 1.0, [67, 43, 21, 123, 189, 241, 81, 176]),
+    (264, 2.0, 1.0, 0.9, [67, 43, 202, 123, 162, 63, 114, 176]),
+    (264, 2.0, 2.0, 0.5, [193, 43, 21, 123, 162, 63, 114, 176]),
+    (264, 12.0, 1.0, 1.0, [196, 128, 115, 171, 262, 75, 114, 176]),
+    (264, 12.0, 0.7, 1.0, [196, 128, 186, 171, 262, 75, 114, 176]),
+    (264, 12.0, 1.0, 0.9, [196, 128, 115, 171, 262, 75, 114, 176]),
+    (264, 12.0, 2.0, 0.5, [183, 128, 115, 171, 259, 75, 114, 3]),
+    (30522, 2.0, 1.0, 1.0, [25953, 10607, 17801, 6180, 12182, 12663, 2259, 881]),
+    (30522, 2.0, 0.7, 1.0, [26536, 10607, 17801, 6180, 26334, 12663, 2259, 881]),
+    (30522, 2.0, 1.0, 0.9, [25953, 1510, 17801, 6180, 12182, 28299, 2259, 881]),
+    (30522, 2.0, 2.0, 0.5, [26536, 1510, 17801, 6180, 12182, 20897, 2259, 4135]),
+    (30522, 12.0, 1.0, 1.0, [10172, 30216, 4308, 339, 1019, 15364, 28959, 881]),
+    (30522, 12.0, 0.7, 1.0, [10172, 30216, 4308, 339, 1019, 15364, 28959, 881]),
+    (30522, 12.0, 1.0, 0.9, [10172, 30216, 4308, 339, 1019, 15364, 28959, 881]),
+    (30522, 12.0, 2.0, 0.5, [10172, 6358, 4308, 339, 1019, 15364, 28959, 881]),
+)
+
+
+@pytest.mark.parametrize("v, peak, temperature, top_p, tokens", GOLDEN)
+def test_a_seed_draws_the_tokens_that_it_always_drew(v, peak, temperature, top_p, tokens):
+    u = torch.rand(8, v, generator=noise_generator(7, v))
+    log_p = (peak * u ** 4).log_softmax(-1)
+    noise = sample.hole_noise(42, 3, torch.arange(2), torch.tensor([5, 3]), 1 + v)
+    assert sample.draw_tokens(log_p, temperature, top_p, noise[:, 1:]).tolist() == tokens
+
+
+def test_noise_is_made_on_the_device_of_the_model(monkeypatch):
+    """By a generator of that device, with the seed and step of each row. No GPU is needed to see
+    what is asked for."""
+    asked = []
+    monkeypatch.setattr(sample, "noise_generator", lambda *counters, device: (counters, device))
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda part, generator: asked.append(
+        (tuple(part.shape), generator)))
+    u = sample.hole_noise(7, 2, torch.tensor([0, 4]), torch.tensor([2, 1]), 5, "meta")
+    assert u.device.type == "meta" and u.shape == (3, 5)
+    assert asked == [((2, 5), ((7, 2), "meta")), ((1, 5), ((407, 2), "meta"))]
 
 
 def test_temperature_0_takes_the_best_token_whatever_the_seed():
@@ -550,6 +631,13 @@ def test_the_command_samples_shows_and_writes_its_history(work, given, strong):
         assert line in run.out
     assert texts == sample.sample(strong.backbone, strong.adapter, TOKENIZER, prompt="the ",
                                   length=20, steps=8, samples=2, seed=5)
+
+
+def test_a_backbone_in_bf16_fills_every_hole(work, given):
+    run = command("sample.py", *given, "--length", 12, "--steps", 4, "--precision", "bf16")
+    assert run.status == 0 and "in bfloat16, trainable" in run.out, run.err
+    metrics = json.loads((work / "runs/sample/run/result.json").read_text())["metrics"]
+    assert all("_" not in text for texts in metrics.values() for text in texts)
 
 
 def test_bare_it_samples_with_a_shipped_adapter_and_fills_a_template(work):
