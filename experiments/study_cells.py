@@ -97,7 +97,7 @@ class Cell:
     lr: float = 0.0       # the peak rate
     seed: int = 0         # of the training
     changed: tuple = ()   # ((name, value), ...), sorted: further settings of train.Config
-    sliced: bool = False  # on study_train.sliced_backbone
+    sliced: bool = False  # on published.sliced_backbone
     world: str = "near"   # of WORLDS
 
     def but(self, **settings):

@@ -182,6 +182,11 @@ def test_the_sliced_backbone_is_the_one_of_the_public_code_row_by_row(tmp_path):
             assert torch.equal(getattr(layer.mixer, name), getattr(whole.mixer, name)[:half.nheads])
         assert torch.equal(layer.mixer.fc_D.weight, whole.mixer.fc_D.weight[:half.nheads])
         assert torch.equal(layer.mixer.out_proj.weight, whole.mixer.out_proj.weight)
+    hidden = torch.randn(3, full.d_model, generator=torch.Generator().manual_seed(0))
+    inner = sliced.head_dense(hidden)
+    want = sliced.head_norm(inner * torch.sigmoid(inner)) @ sliced.word_embeddings.weight.T
+    torch.testing.assert_close(sliced.head(hidden), want + sliced.decoder_bias)
+    assert not torch.allclose(sliced.head(hidden), model.head(hidden), atol=1e-3)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert (HydraConfig(headdim=128).d_in_proj, HydraConfig(headdim=128).nheads) == (3352, 12)
 

@@ -17,7 +17,7 @@ from data import load_corpus
 from evaluate import CONTROLS, HeldOut, Row, mean_by_t, score_references
 from experiments import study, study_cells, study_figures, study_tables, study_train
 from experiments.study_cells import INTACT, SLICED, Cell, CellResult
-from hydra_ssm import MODES, HydraConfig, Modulation
+from hydra_ssm import MODES, Modulation
 from mark_adapters import GEOMETRIES
 from text import ByteTokenizer
 
@@ -157,37 +157,6 @@ def test_table_2_by_masking_is_scored_on_one_seed_of_each_geometry_alone():
 def test_the_settings_of_the_sweep_change_one_at_a_time():
     for kernel, setting in study_cells.SWEEP:
         assert len(setting) == 1 and kernel in GEOMETRIES
-
-
-# -------------------------------------------------------------------------- the sliced backbone
-
-def test_the_sliced_backbone_is_the_one_of_the_public_code_row_by_row(work):
-    model = load_backbone(work / "backbone.safetensors")
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    sliced = study_train.sliced_backbone(model)
-    full, half = tiny.CONFIG, sliced.config
-    assert (half.nheads, half.headdim) == (full.nheads // 2, 2 * full.headdim)
-    rows = 2 * full.d_inner + 4 * full.d_state           # of z, x, B and C
-    for layer, whole in zip(sliced.layers, model.layers):
-        old, new = whole.mixer.in_proj.weight, layer.mixer.in_proj.weight
-        assert torch.equal(new[:rows], old[:rows])
-        forward = old[rows:rows + full.nheads]           # of the forward dt: 4 heads
-        assert torch.equal(new[rows:], forward)          # its second half now is the backward dt
-        assert len(new) == rows + 2 * half.nheads
-        for name in ("A_log", "dt_bias", "D"):
-            assert torch.equal(getattr(layer.mixer, name), getattr(whole.mixer, name)[:half.nheads])
-        assert torch.equal(layer.mixer.fc_D.weight, whole.mixer.fc_D.weight[:half.nheads])
-        assert torch.equal(layer.mixer.out_proj.weight, whole.mixer.out_proj.weight)
-    hidden = torch.randn(3, full.d_model, generator=torch.Generator().manual_seed(0))
-    inner = sliced.head_dense(hidden)
-    want = sliced.head_norm(inner * torch.sigmoid(inner)) @ sliced.word_embeddings.weight.T
-    torch.testing.assert_close(sliced.head(hidden), want + sliced.decoder_bias)
-    assert not torch.allclose(sliced.head(hidden), model.head(hidden), atol=1e-3)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
-def test_of_the_released_sizes_it_keeps_3352_rows():
-    assert HydraConfig(headdim=128).d_in_proj == 3352 and HydraConfig(headdim=128).nheads == 12
 
 
 # ---------------------------------------------------------------------------- what is measured
