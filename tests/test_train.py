@@ -101,8 +101,8 @@ def test_the_rate_without_warm_up_or_past_the_end_stays_in_bounds():
 def test_only_the_adapter_is_optimised_and_the_backbone_stays_bit_identical(work, monkeypatch):
     seen, load = {}, train.load_backbone
 
-    def load_and_copy(*args):
-        seen["backbone"] = load(*args)
+    def load_and_copy(*args, **settings):
+        seen["backbone"] = load(*args, **settings)
         seen["before"] = {k: v.clone() for k, v in everything(seen["backbone"]).items()}
         return seen["backbone"]
 
@@ -784,7 +784,7 @@ def test_the_preset_names_the_one_thing_that_is_missing(work, paper, monkeypatch
 
 def test_the_preset_runs_on_a_cpu_in_bf16_with_checkpointing(work, paper):
     run = command("train.py", "--preset", "paper", *flags(paper), "--seqlen", 32,
-                  "--global-batch", 2, "--max-steps", 2, "--workers", 2)
+                  "--global-batch", 2, "--max-steps", 2, "--workers", 2, "--checkpointing")
     assert run.status == 0, run.err
     folder = work / "runs/paper_chebyshev"
     settings = json.loads((folder / "config.json").read_text())["config"]
