@@ -784,7 +784,7 @@ def test_the_preset_names_the_one_thing_that_is_missing(work, paper, monkeypatch
 
 def test_the_preset_runs_on_a_cpu_in_bf16_with_checkpointing(work, paper):
     run = command("train.py", "--preset", "paper", *flags(paper), "--seqlen", 32,
-                  "--global-batch", 2, "--max-steps", 2, "--workers", 2)
+                  "--global-batch", 2, "--max-steps", 2, "--workers", 2, "--checkpointing")
     assert run.status == 0, run.err
     folder = work / "runs/paper_chebyshev"
     settings = json.loads((folder / "config.json").read_text())["config"]
