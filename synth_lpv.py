@@ -1,8 +1,8 @@
 """Synthetic LPV-SSM recovery: how the operator error falls with N (4.2, B.2, C.5; Figure 2).
 
 Run:      python synth_lpv.py                     (three kernels, six sizes, 15 seeds: 3 minutes)
-          python synth_lpv.py --preset published  (settings of the public script, of which the
-                                                   Hypernet is a preset of its own: 15 minutes)
+          python synth_lpv.py --preset published  (settings of the public script: 15 minutes;
+              "published_bound" is its bounds without the fits: 1; "published_hypernet": 12)
 Last line: "wrote runs/synth_lpv/recovery/result.json and fig2_recovery.png"
           (`python -m experiments.publish runs/synth_lpv/recovery` copies both to where the
           repository keeps them.)
@@ -115,15 +115,16 @@ TRUTHS = {
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Recover synthetic LPV systems from N trajectories: table, rates and Figure 2."""
-    MAY_BE_ZERO: ClassVar = ("iterations", "batch")
-    # 3 min, 20 s, 15 min, 12 min; from Python a label: see common.from_preset
-    preset: Literal["recovery", "quick", "published", "published_hypernet"] = "recovery"
+    MAY_BE_ZERO: ClassVar = ("iterations", "steps", "batch")
+    # 3 min, 20 s, 15 min, 1 min, 12 min; from Python a label: see common.from_preset
+    preset: Literal["recovery", "quick", "published", "published_bound",
+                    "published_hypernet"] = "recovery"
     kernel: tuple[Literal["hypernet", "chebyshev", "dct"], ...] = ("hypernet", "chebyshev", "dct")
     sizes: tuple[int, ...] = (50, 100, 200, 400, 800, 1600)  # N
     seeds: int = 15                    # at most 15
     fit: Literal["lm", "adam"] = "lm"  # of the two bases; the hypernet is always trained by Adam
     iterations: int = 60               # of Levenberg-Marquardt: fewer leave more of the start
-    steps: int = 800                   # of Adam, its rate falling to 0 as a cosine
+    steps: int = 800                   # of Adam, its rate falling to 0 as a cosine; 0: no fit
     lr: float = 1e-3                   # of Adam
     weight_decay: float = 0.0          # of Adam
     batch: int = 50                    # trajectories in a step of Adam; 0: all
@@ -148,6 +149,7 @@ PRESETS = {
     "recovery": {},
     "quick": {"seeds": 3, "steps": 150, "iterations": 40},
     "published": PUBLISHED,
+    "published_bound": PUBLISHED | {"steps": 0},
     "published_hypernet": PUBLISHED | {"kernel": ("hypernet",), "seeds": 3,
                                        "sizes": (50, 100, 200)}}
 
@@ -1016,7 +1018,7 @@ def run_name(cfg):
     name = "recovery"
     if cfg.fit == "adam":
         name = "adam"
-    if cfg.preset in ("published", "published_hypernet"):
+    if cfg.preset.startswith("published"):
         name = cfg.preset
     if cfg.constant_tau:
         name += "_constant_tau"

@@ -244,6 +244,175 @@ def test_there_is_no_bound_where_enough_observations_show_too_few_frozen_systems
     assert math.isnan(bounds[0]) and 0 < bounds[1] < 1
 
 
+def operator_by_numbers(kernel, numbers, P, tau, lags):
+    """(y_s or M_k) of Algorithm 6 or 7 with A_log etc. taken from a flat list of numbers: theta row
+    by row, beta_A, beta_B. Plain numpy, which takes complex numbers as well."""
+    theta = numbers[:-2].reshape(14, -1)
+    beta = np.concatenate([numbers[-2].repeat(4), numbers[-1].repeat(10)])
+    k = np.arange(theta.shape[1] - 1)
+    if kernel == "chebyshev":
+        z = 2 * tau[..., None] - 1
+        basis = np.concatenate([z ** 0, z, 2 * z * z - 1], -1)
+    else:
+        decay = np.log1p(np.exp(P["alpha"].item())) + 1e-4
+        norm = np.sqrt(np.where(k == 0, 1, 2) / 256)
+        basis = norm * np.cos(np.pi * k * tau[..., None]) * (k + 1.0) ** -decay
+    value = theta[:, 0] + beta * np.tanh(basis @ theta[:, 1:].T)          # tau's shape, c
+    A = -np.exp(value[..., :4])
+    B = (value[..., 4:12].reshape(*tau.shape, 4, 2) * value[..., None, 12:]).sum(-1)
+    Abar = np.exp(A * 0.1)
+    Bbar = (Abar - 1) / (A + 1e-7) * B
+    if lags:
+        return np.stack([(Abar ** lag * Bbar).sum(-1) for lag in range(15)])
+    return Abar, Bbar
+
+
+def bound_by_complex_steps(kernel, P, tau, u, noise, start):
+    """The bound on the root mean square of MOE, with theta and the betas unknown, from J and G
+    whose columns are Im f(p + 1e-30 i) / 1e-30: a difference quotient without cancellation.
+
+    start: the deviation of a measurement of each number, or None.
+    """
+    numbers = np.concatenate([P[name].flatten().numpy() for name in ("theta", "beta_A", "beta_B")])
+    J = []
+    G = []
+    for p in range(len(numbers)):
+        moved = numbers.astype(complex)
+        moved[p] += 1e-30j
+        Abar, Bbar = operator_by_numbers(kernel, moved, P, tau, lags=False)       # l b n
+        x = np.zeros_like(Abar[0])
+        y = []
+        for s in range(len(u)):
+            x = Abar[s] * x + Bbar[s] * u[s, :, None]
+            y.append(x.sum(-1))
+        J.append(np.stack(y).imag.flatten() / 1e-30)
+        M = operator_by_numbers(kernel, moved, P, np.linspace(0, 1, 200), lags=True)
+        G.append(M.imag.flatten() / 1e-30 / 200 ** 0.5)
+    J = np.array(J).T
+    if start is not None:
+        J = np.concatenate([J, np.diag(noise / start)])
+    # The least-norm solution, in units in which all columns of J are as long.
+    unit = 1 / np.linalg.norm(J, axis=0)
+    inverse = np.linalg.pinv(J * unit, rcond=1e-14)
+    return noise * np.linalg.norm((np.array(G).T * unit) @ inverse)
+
+
+@pytest.mark.parametrize("kernel", BASES)
+@pytest.mark.parametrize("seed", (0, 42 * 14))
+def test_the_bound_under_the_published_settings_is_that_of_complex_steps(kernel, seed):
+    cfg = published()
+    P = random_system(kernel, seed, "public")
+    tau, u, y = synth_lpv.observe(kernel, seed, P, 50, cfg)
+    features = SYSTEMS[kernel].features(tau.flatten(1))
+    found = synth_lpv.least_rms_errors(kernel, [P], features, u, cfg)
+    start = np.full(P["theta"].numel() + 2, 0.1)
+    start[-2:] = 0.02                                  # of the betas
+    for name, deviations in (("bound", None), ("bound_with_start", start)):
+        want = bound_by_complex_steps(kernel, P, tau[0].numpy(), u[0].numpy(), 0.1, deviations)
+        # Singular values go down to 1e-12 of the largest, and carry 1e-15 of it as rounding.
+        assert found[name].item() == pytest.approx(want, rel=1e-3), name
+
+
+def test_the_start_of_each_parameter_counts_with_its_own_noise():
+    P = random_system("dct")
+    got = synth_lpv.start_deviations(P, Config(start_noise=0.3))[0].view(14, 9)
+    assert (got[:, 0] == 0.3).all()                    # absolute on the bases
+    rms = math.sqrt(sum(v ** 2 for v in P["theta"][0, :, 1:].flatten().tolist()) / 112)
+    assert torch.allclose(got[:, 1:], torch.tensor(0.3 * rms).double())
+    got = synth_lpv.start_deviations(P, published())[0]
+    assert got.tolist() == pytest.approx([0.1] * 126 + [0.02] * 2)
+
+
+def test_a_start_without_noise_is_the_truth_and_a_wild_one_says_nothing():
+    P = random_system("chebyshev")
+    tau, u, y = synth_lpv.observe("chebyshev", 42, P, 100, Config())
+    features = SYSTEMS["chebyshev"].features(tau.flatten(1))
+    bounds = {}
+    for noise in (0.0, 0.1, 1e6):
+        found = synth_lpv.least_rms_errors("chebyshev", [P], features, u, Config(start_noise=noise))
+        bounds[noise] = found["bound_with_start"].item()
+    assert bounds[0.0] == 0 and 0 < bounds[0.1] < bounds[1e6]
+    assert bounds[1e6] == pytest.approx(found["bound"].item(), rel=1e-6)
+
+
+class PublicHypernet(torch.nn.Module):
+    """The public script's, from modules of torch: one Linear for each head, with a bias."""
+
+    def __init__(self, P, width):
+        super().__init__()
+        sizes = [128, width, width, width, width]
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(*pair, dtype=torch.float64) for pair in zip(sizes, sizes[1:]))
+        self.heads = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(width, n, dtype=torch.float64)
+             for name, n in synth_lpv.HEADS.items()})
+        first = 0
+        with torch.no_grad():
+            for k, layer in enumerate(self.layers, 1):
+                layer.weight.copy_(P[f"W{k}"][0])
+                layer.bias.copy_(P[f"b{k}"][0, :, 0])
+            for name, head in self.heads.items():
+                head.weight.copy_(P[name][0])
+                head.bias.copy_(P["b_heads"][0, first:first + head.out_features, 0])
+                first += head.out_features
+        self.P = {name: value[0] for name, value in P.items()}
+
+    def forward(self, tau):
+        angles = 2 * math.pi * tau[:, None] * torch.arange(64)
+        h = torch.cat([angles.sin(), angles.cos()], -1)
+        for layer in self.layers:
+            h = torch.nn.functional.silu(layer(h))
+
+        def flat(q):
+            return (q[:, :4].reshape(-1, 2, 2) @ q[:, 4:].reshape(-1, 2, 2)).flatten(1)
+
+        heads = {name: head(h) for name, head in self.heads.items()}
+        P = {name: value.flatten() for name, value in self.P.items()}
+        A = -torch.exp(P["A_log_base"]
+                       + 0.5 * torch.sigmoid(P["beta_A_param"]) * torch.tanh(heads["W_A"]))
+        base = (self.P["U_base"] @ self.P["V_base"]).flatten()
+        B = (base * (1 + P["alpha_B"] * torch.tanh(flat(heads["W_B_scale"])))
+             + P["beta_B"] * torch.tanh(flat(heads["W_B_shift"])))
+        C = (1 + P["alpha_C"] * torch.tanh(flat(heads["W_C_scale"]))
+             + P["beta_C"] * torch.tanh(flat(heads["W_C_shift"])))
+        return A, B, C
+
+
+def test_the_published_hypernet_is_that_of_torch_modules_and_starts_as_they_do():
+    width = 24
+    P = synth_lpv.random_truth("hypernet", 42, "public", width)
+    tau = torch.linspace(0, 1, 7, dtype=torch.float64)
+    got = synth_lpv.hypernet_matrices(P, synth_lpv.embedding(tau[None]))
+    for ours, theirs in zip(got, PublicHypernet(P, width)(tau)):
+        torch.testing.assert_close(ours[0], theirs.mT, rtol=1e-12, atol=1e-14)
+    assert P["A_log_base"].flatten().tolist() == pytest.approx([-2, -4 / 3, -2 / 3, 0])
+    assert all(P[name].item() == 0.2 for name in synth_lpv.SCALARS)
+    for name, bound in (("W1", 128 ** -0.5), ("b1", 128 ** -0.5), ("W3", 24 ** -0.5),
+                        ("W_C_shift", 24 ** -0.5), ("b_heads", 24 ** -0.5)):
+        largest = P[name].abs().max().item()           # torch.nn.Linear: uniform within this bound
+        assert 0.8 * bound < largest <= bound, name
+
+
+def test_the_published_bounds_are_those_of_a_fit_and_of_no_fit():
+    fitted, not_fitted = (
+        synth_lpv.main(common.from_preset(Config, PRESETS, preset, sizes=(30,), seeds=2, **steps))
+        for preset, steps in (("published", {"steps": 3}), ("published_bound", {})))
+    for kernel in BASES:
+        row, bounds = (found["kernels"][kernel]["sizes"][30] for found in (fitted, not_fitted))
+        assert row["bound"] == bounds["bound"]
+        assert row["bound_with_start"] == bounds["bound_with_start"]
+        start = not_fitted["kernels"][kernel]["start"]          # Adam holds numbers in float32
+        assert bounds["moe"] == pytest.approx(start, rel=1e-4) and row["moe"] != bounds["moe"]
+
+
+def test_the_published_hypernet_has_three_seeds_of_the_three_smallest_sizes():
+    cfg = common.from_preset(Config, PRESETS, "published_hypernet")
+    usual = published()
+    assert (cfg.kernel, cfg.seeds, cfg.sizes, cfg.width) == (("hypernet",), 3, (50, 100, 200), 256)
+    assert dataclasses.replace(cfg, kernel=usual.kernel, seeds=usual.seeds, sizes=usual.sizes,
+                               preset=usual.preset) == usual
+
+
 def published_results(name):
     path = common.SOURCE / "results" / "synth_lpv" / f"{name}.json"
     return common.read_json(path, "metrics", "config")
@@ -261,15 +430,15 @@ def test_the_published_bounds_are_found_again(kernel, size):
         assert got == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ("recovery", "published"))
+@pytest.mark.parametrize("name", ("recovery", "published", "published_hypernet", "adam"))
 def test_the_published_table_is_made_again_from_the_published_records(name):
     found = published_results(name)
     records = found["metrics"]["kernels"]
     summaries = {kernel: summarise(record) for kernel, record in records.items()}
-    cfg = Config(public_scaling=name == "published")
+    cfg = Config(public_scaling=name.startswith("published"), seeds=found["config"]["seeds"])
     got = recovery_table(summaries, cfg).partition("\n\n")[0].splitlines()
     want = found["metrics"]["table"].partition("\n\n")[0].splitlines()
-    assert got[1:] == want[1:]                         # one head says "least squares"
+    assert got[1:] == want[1:]                         # below the head, which may have fewer sizes
     for kernel, summary in summaries.items():
         before = found["metrics"]["summary"][kernel]
         assert set(summary) == set(before)
@@ -426,6 +595,8 @@ def test_result_and_figure_lie_in_the_folder_of_the_run_and_the_last_line_names_
 
 @pytest.mark.parametrize("given, name", (
     ({}, "recovery"), ({"fit": "adam"}, "adam"), ({"preset": "published"}, "published"),
+    ({"preset": "published_hypernet"}, "published_hypernet"),
+    ({"preset": "published_bound"}, "published_bound"),
     ({"constant_tau": True}, "recovery_constant_tau"), ({"preset": "quick"}, "recovery_quick"),
     ({"fit": "adam", "constant_tau": True, "preset": "quick"}, "adam_constant_tau_quick")))
 def test_each_kind_of_run_has_its_own_name(given, name):
@@ -460,7 +631,7 @@ def test_rates_are_n_a_where_an_error_is_missing():
     assert "| n/a (seeds n/a) |" in table and "nan" not in table
 
 
-@pytest.mark.parametrize("wrong", ({"sizes": (0,)}, {"seeds": 16}, {"hold_out": 1.0}, {"steps": 0},
+@pytest.mark.parametrize("wrong", ({"sizes": (0,)}, {"seeds": 16}, {"hold_out": 1.0}, {"steps": -1},
                                    {"sizes": ()}, {"kernel": ()}, {"batch": -1},
                                    {"iterations": -1}, {"lr": math.nan}))
 def test_a_setting_that_cannot_be_run_is_refused(wrong):
