@@ -245,7 +245,9 @@ class Config:
 
 
 def main(cfg):
-    common.log(plan_table(paper_run()))
+    env = common.banner("plan.py", cfg)
+    plan = paper_run()
+    common.log(plan_table(plan))
     sizes = [f"{n} in {gigabytes} GB" for gigabytes, n in micro_batches().items()]
     common.log("\n--micro-batch of the paper's step without checkpointing, by memory: "
                + ", ".join(sizes))
@@ -254,7 +256,13 @@ def main(cfg):
     ms = {name: forward_ms(HydraConfig(), kernels, name) for name in GPUS}
     common.log(f"estimates, not measured: a frozen forward at (8, 4096) in {ms['A100']:.0f} ms on "
                f"an A100, {ms['H200']:.0f} on an H200")
-    return {"micro_batches": micro_batches(), "forward_ms": ms}
+    result = {"plan": plan, "table": plan_table(plan), "micro_batches": micro_batches(),
+              "forward_ms": ms, "shares": {"bandwidth": BANDWIDTH, "arithmetic": ARITHMETIC,
+                                           "issue": ISSUE}}
+    path = common.ROOT / "runs" / "plan" / "result.json"
+    common.save_result(path, result, cfg, env)
+    common.log(f"wrote {path.relative_to(common.ROOT)}")
+    return result
 
 
 if __name__ == "__main__":
