@@ -1,6 +1,6 @@
 """Would a test notice? One-line breaks of the code, one at a time, each with the test for it.
 
-Run:      python tests/mutations.py        (5 minutes)
+Run:      python tests/mutations.py        (7 minutes)
           python -m experiments.publish runs/mutations --name small
 Last line: "N of N breaks were noticed"
 
