@@ -139,21 +139,35 @@ def necessary_claim(results):
         f"{link('Table 2: ablations')}; 1 training seed, ELBO averaged over five texts")
 
 
-def conditioning_claim(results):
-    def shown(kernel, **settings):
-        return report_study.mean_gain(results, kernel, **settings).show("+")
+def shown_difference(found):
+    """A Difference of study_worth.py with its number of training seeds, as text."""
+    if found is None:
+        return "(not trained yet)"
+    return f"{found.show()} (n = {found.n})"
 
-    geometries = [report_study.mean_gain(results, kernel).mean for kernel in GEOMETRIES]
-    costs = [report_study.mean_cost(results, kernel).mean for kernel in GEOMETRIES]
+
+def conditioning_claim(results):
+    def gain(world, kernel):
+        kind = report_worth.kind_of(world, kernel)
+        return shown_difference(report_worth.gain_of(results, kind))
+
+    def worth(world, kernel):
+        kind = report_worth.kind_of(world, kernel)
+        return shown_difference(report_worth.worth_of(results, kind))
+
+    near = [report_study.mean_gain(results, kernel).mean for kernel in GEOMETRIES]
+    adaln = report_study.mean_gain(results, "adaln", **DEFAULT_START)
     return Claim(
         """Operator modulation conditions an SSM beyond input injection and AdaLN (abstract); none
         of them is trained for comparison (A.5)""",
-        f"""Gains in nats per byte (ELBO): geometries {lowest_to_highest(geometries)}; injection
-        {shown('inject', **DEFAULT_START)} and AdaLN {shown('adaln', **DEFAULT_START)}, from their
-        better start; LoRA, which reads no t, {shown('lora')}. A wrong t costs the geometries
-        {lowest_to_highest(costs)}; this is not what t is worth, for which a twin trained without t
-        is missing""",
-        f"{link('Comparisons')}; 5 training seeds, five texts; ± over the seeds")
+        f"""In nats per byte: on the backbone's own kind of text the geometries gain
+        {lowest_to_highest(near)}, AdaLN {adaln.show('+')}. On a new text, under masks, Chebyshev
+        gains {gain('new', 'chebyshev')} and LoRA, which reads no t, {gain('new', 'lora')}; t is
+        worth {worth('new', 'chebyshev')} to Chebyshev. With random bytes in place of masks, which
+        do not show t, t is worth {worth('bytes', 'chebyshev')} to Chebyshev and
+        {worth('bytes', 'lora+chebyshev')} to LoRA with Chebyshev""",
+        f"""{link(report_worth.MASKS)}, {link(report_worth.BYTES)}, {link('Comparisons')}; n is the
+        number of training seeds so far; ± over seeds and test windows""")
 
 
 def cost_claim():

@@ -10,7 +10,8 @@ import common
 from experiments import bases, study, study_train
 from experiments.report_pieces import (Section, command, load_result, origin, picture,
                                        provenance, publish_command, titled, wrapped)
-from experiments.study_cells import BLIND, Cell, results_folder
+from experiments.study_cells import (BLIND, TRAINING_SEEDS, Cell, kinds_of, results_folder,
+                                     seeds_of)
 from experiments.study_worth import (difference, gain_lines, gains, label_of, reported,
                                      shown_kinds, values_of, worth, worth_lines)
 
@@ -69,6 +70,38 @@ def listed_worth(results, world):
     return ", ".join(parts)
 
 
+def share_of_ceiling(results, world):
+    """What share of full fine-tuning's gain the others reach, as a sentence; empty without it."""
+    ceiling = gain_of(results, kind_of(world, "finetune"))
+    if ceiling is None:
+        return ""
+    parts = []
+    for kernel in ("chebyshev", "static", "lora"):
+        found = gain_of(results, kind_of(world, kernel))
+        if found is not None:
+            parts.append(f"{kernel} {found.mean / ceiling.mean:.0%}")
+    return (f"Of what full fine-tuning gains that is {', '.join(parts)}. (static: the seven "
+            "modulated parameters as plain numbers, without t and without a network.)")
+
+
+def missing(results, world):
+    """Which kinds of a world have not been trained on all seeds yet, as a sentence."""
+    none, few = [], []
+    for kind in kinds_of(world):
+        name = label_of(kind) + (", blind" if kind.blind else "")
+        n = len(seeds_of(kind, results))
+        if n == 0:
+            none.append(name)
+        elif n < len(TRAINING_SEEDS):
+            few.append(f"{name} ({n})")
+    said = ""
+    if few:
+        said += f"Fewer than {len(TRAINING_SEEDS)} training seeds so far: {', '.join(few)}. "
+    if none:
+        said += f"Not trained yet, or the best rate not known: {', '.join(none)}."
+    return said
+
+
 # ---- where it comes from -------------------------------------------------------------------------
 
 
@@ -103,7 +136,8 @@ def counted(scored_on):
             f"{study_train.TRAINING['global_batch']} windows of {settings['seqlen']} bytes on one "
             f"thread; scored on {scored_on}, {settings['seeds']} evaluation seeds of "
             f"{settings['windows']} windows, the same for all rows. ± is Student's 95 % over "
-            "training seeds and test windows together; p is Holm's over the rows of the table. "
+            "training seeds and test windows together, of one training seed over test windows "
+            "alone; p is Holm's over the rows of the table. "
             "Costs of a wrong t are of one training seed, ± over evaluation seeds.")
 
 
@@ -120,22 +154,15 @@ LEGEND = """
 def masks_section(results):
     """A new text under masks."""
     world = "new"
-    ceiling = gain_of(results, kind_of(world, "finetune"))
-    share = {}
-    for kernel in ("chebyshev", "static", "lora"):
-        found = gain_of(results, kind_of(world, kernel))
-        if found is not None and ceiling is not None:
-            share[kernel] = f"{found.mean / ceiling.mean:.0%} ({kernel})"
     says = f"""
         On a text that the backbone has not seen, tiny Shakespeare, the conditioners gain in nats
-        per byte: {listed_gains(results, world, shown_kinds(world, results))}. Of what full
-        fine-tuning gains that is {', '.join(share.values())}. The static operator is the seven
-        modulated parameters as plain numbers, without t and without a network.
+        per byte: {listed_gains(results, world, shown_kinds(world, results))}.
+        {share_of_ceiling(results, world)}
 
-        t is worth {listed_worth(results, world)}. A shuffled t costs more than that, because an
-        adapter that was trained with t relies on it. Masks show how many tokens are hidden, so a
-        model can read t off its input, and an ideal one needs none (arXiv 2406.03736, Theorem 1;
-        arXiv 2409.02908)."""
+        t is worth {listed_worth(results, world)}. What a wrong t costs is another number: it is a
+        cost to an adapter that was trained to rely on the right one. Masks show how many tokens are
+        hidden, so a model can read t off its input, and an ideal one needs none (arXiv 2406.03736,
+        Theorem 1; arXiv 2409.02908). {missing(results, world)}"""
     return Section(MASKS, says, run_command(world), cells_source(world),
                    counted("the other half of the held-out part of tiny Shakespeare"),
                    (wrapped(LEGEND), titled("gains", gain_lines(world, results)),
@@ -154,7 +181,7 @@ def bytes_section(results):
         text with it is arXiv 2412.10193). The backbone has not been trained on such noise.
         Conditioners gain {listed_gains(results, world, shown_kinds(world, results))}.
 
-        Here t is worth {listed_worth(results, world)}."""
+        Here t is worth {listed_worth(results, world)}. {missing(results, world)}"""
     return Section(BYTES, says, run_command(world), cells_source(world),
                    counted("the other half of the held-out part of tiny Shakespeare; cross-entropy "
                            "in nats per byte, which is not a bound on the likelihood"),
@@ -169,7 +196,7 @@ def near_section(results):
         On novels and abstracts, the kind of text that the backbone was pretrained on, conditioners
         gain, on average over five test texts,
         {listed_gains(results, world, shown_kinds(world, results))}. t is worth
-        {listed_worth(results, world)}."""
+        {listed_worth(results, world)}. {missing(results, world)}"""
     return Section(NEAR, says, run_command(world), cells_source(world),
                    counted("five test texts"),
                    (titled("gains", gain_lines(world, results)),

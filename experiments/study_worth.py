@@ -8,8 +8,9 @@ thing: it is a cost to an adapter that has learnt to rely on the right one.
 
 Every number is paired: both rows see the same windows, t and noise, and the twins the same training
 samples. Training seeds and test windows both vary it. Their variances of the mean add up, and
-Student's t has one degree of freedom less than there are of the rarer of the two, which is
-cautious. The p-values of one table are Holm's, so that a table of many rows finds nothing by luck.
+Student's t has Welch's and Satterthwaite's degrees of freedom. Of one training seed the interval is
+over test windows alone. The p-values of one table are Holm's, so that a table of many rows finds
+nothing by luck.
 
 Symbols:  grid      [one list of values per training seed, one value per evaluation seed]
           kind      a conditioner in a world, see study_cells.py
@@ -37,8 +38,8 @@ THIRDS = {"t < 0.3": range(0, 3), "0.3 to 0.7": range(3, 7), "t > 0.7": range(7,
 class Difference(NamedTuple):
     """A paired difference: its mean, half of Student's 95 % interval, p of "it is 0", and n."""
     mean: float
-    half: float    # nan where there is one training seed
-    p: float
+    half: float
+    p: float       # nan where there is one training seed
     n: int         # training seeds
 
     def show(self, digits=4):
@@ -46,19 +47,23 @@ class Difference(NamedTuple):
 
 
 def difference(grid):
-    """The Difference of a grid of paired differences."""
+    """The Difference of a grid of paired differences, of two evaluation seeds at least."""
     by_training = [statistics.fmean(values) for values in grid]
     by_windows = [statistics.fmean(values) for values in zip(*grid, strict=True)]
     mean = statistics.fmean(by_training)
     n = len(by_training)
-    if n < 2 or len(by_windows) < 2:
-        return Difference(mean, math.nan, math.nan, n)
+    if n == 1:
+        return Difference(mean, common.interval(by_windows).half, math.nan, n)
+    parts = []  # (variance of the mean, its degrees of freedom)
+    for means in (by_training, by_windows):
+        parts.append((statistics.variance(means) / len(means), len(means) - 1))
+    variance = sum(part for part, _ in parts)
+    if variance == 0:
+        return Difference(mean, 0.0, 0.0 if mean else 1.0, n)
+    freedom = variance ** 2 / sum(part ** 2 / degrees for part, degrees in parts)
     from scipy.stats import t
-    variance = (statistics.variance(by_training) / n
-                + statistics.variance(by_windows) / len(by_windows))
     error = math.sqrt(variance)
-    freedom = min(n, len(by_windows)) - 1
-    p = 2 * float(t.sf(abs(mean) / error, freedom)) if error else 0.0
+    p = 2 * float(t.sf(abs(mean) / error, freedom))
     return Difference(mean, float(t.ppf(0.975, freedom)) * error, p, n)
 
 

@@ -4,6 +4,7 @@ import math
 import statistics
 
 import pytest
+import scipy.stats
 import test_study
 
 import common
@@ -51,11 +52,13 @@ def test_a_difference_has_the_variance_of_seeds_and_of_windows_in_it():
     error = math.sqrt(0.5 / 2 + 1.0 / 3)                 # of the means 2, 3 and of 1.5, 3.5, 2.5
     found = study_worth.difference(grid)
     assert (found.mean, found.n) == (2.5, 2)
-    assert found.half == pytest.approx(12.7062 * error, rel=1e-4)
-    ratio = 2.5 / error                                  # Student's with one degree is Cauchy's
-    assert found.p == pytest.approx(1 - 2 / math.pi * math.atan(ratio))
-    one = study_worth.difference(grid[:1])
-    assert one.mean == 2.0 and math.isnan(one.half) and one.show() == "+2.0000 (n/a)"
+    welch = error ** 4 / (0.25 ** 2 / 1 + (1 / 3) ** 2 / 2)            # degrees of freedom
+    assert found.half == pytest.approx(scipy.stats.t.ppf(0.975, welch) * error)
+    assert found.p == pytest.approx(2 * scipy.stats.t.sf(2.5 / error, welch))
+    one = study_worth.difference(grid[:1])               # over its three windows alone
+    assert one.mean == 2.0 and one.half == pytest.approx(4.302653 / 3 ** 0.5) and one.n == 1
+    assert math.isnan(one.p)
+    assert study_worth.difference([[1.0, 1.0], [1.0, 1.0]]) == (1.0, 0.0, 0.0, 2)
 
 
 def test_holms_p_values_are_those_of_the_textbook():
@@ -73,7 +76,7 @@ def test_what_t_is_worth_is_the_twins_elbo_less_its_own(results):
     found = study_worth.difference(grid)
     error = statistics.stdev([0.03] + [0.02] * 4) / 5 ** 0.5
     assert found.mean == pytest.approx(0.022) and found.n == 5
-    assert found.half == pytest.approx(12.7062 * error, rel=1e-4)  # of two evaluation seeds
+    assert found.half == pytest.approx(2.776445 * error, rel=1e-4)     # windows do not vary it
     rows = study_worth.worth_by_t(results, CHEBYSHEV, (OWN,))
     assert rows[0] == pytest.approx([0.03] * 3 + [0.0] * 7)
     assert rows[1] == pytest.approx([0.02] * 3 + [0.0] * 7)
