@@ -70,6 +70,7 @@ def first_part():
         report_operators.stability_section(),
         report_operators.memory_section(),
         report_operators.recovery_section(),
+        report_operators.published_section(),
         report_operators.other_recoveries_section(),
         *report_worth.worth_sections(results),
         report_study.gains_section(results, source),

@@ -276,13 +276,46 @@ def test_rates_are_those_of_the_table():
     result = load_result("synth_lpv/recovery")
     table = report_operators.recovery_table(result)
     rates = [cell.split()[0] for cell in column(table, "rate, end points") if cell]
-    with_seeds = [f"{rate:.2f}" for rate in report_operators.rates_of(result).values()]
+    with_seeds = [f"{rate:.2f}"
+                  for rate in report_operators.rates_of(result.metrics["summary"]).values()]
     assert [rate for rate in rates if rate in with_seeds][:1] == with_seeds[:1]
     before, last = (column(table, f"N = {n}") for n in (800, 1600))
     ends = report_operators.bound_rates_at_the_end(result).values()
     bounds = [i for i, row in enumerate(column(table, "")) if row.startswith("Cramer-Rao")]
     for i, rate in zip(bounds, ends, strict=True):
         assert np.log2(float(last[i]) / float(before[i])) == pytest.approx(rate, abs=0.02)
+
+
+def synth_rows(name, kernel, size):
+    """The record of one size in results/synth_lpv/<name>.json."""
+    return load_result(f"synth_lpv/{name}").metrics["kernels"][kernel]["sizes"][size]
+
+
+@pytest.mark.parametrize("kernel", ("chebyshev", "dct"))
+def test_published_errors_stand_over_the_bounds_of_the_same_seeds(kernel):
+    summary = report_operators.published_summaries()[kernel]
+    norm = load_result("synth_lpv/published").metrics["kernels"][kernel]["norm"]
+    for i, size in enumerate(("50", "100", "200", "400", "800", "1600")):
+        moe = synth_rows("published", kernel, size)["moe"]
+        fine = [e for e, error in enumerate(moe) if error < 10 * norm[e]]  # others have diverged
+        assert summary["moe"][i].n == len(fine)
+        for name in ("", "_with_start"):
+            bounds = synth_rows("published_bound", kernel, size)["bound" + name]
+            squares = [(moe[e] / bounds[e]) ** 2 for e in fine]
+            assert summary["ratio" + name][i] == pytest.approx(statistics.fmean(squares) ** 0.5)
+            rms = statistics.fmean(bound ** 2 for bound in bounds) ** 0.5
+            assert summary["bound" + name][i] == pytest.approx(rms)
+
+
+def test_bounds_of_other_systems_are_refused(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "results/synth_lpv", tmp_path / "results/synth_lpv")
+    path = tmp_path / "results/synth_lpv/published_bound.json"
+    found = json.loads(path.read_text("utf-8"))
+    found["metrics"]["kernels"]["dct"]["norm"][3] *= 1.01
+    path.write_text(json.dumps(found), "utf-8")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    with pytest.raises(common.UserError, match="published_bound: dct has another norm"):
+        report_operators.published_summaries()
 
 
 def raw_cells():
