@@ -81,14 +81,14 @@ CHUNK = 1600                           # trajectories that are fitted at once: t
 CHECK_EVERY = 20                       # steps of Adam between looks at the held-out trajectories
 DIVERGED = 10                          # times the norm of the operator: such a fit has diverged
 NOTE = (
-    "What a rate means: B.2 proves N^-1/2 for the squared error (eq. 32), so N^-1/4 for the "
-    "error MOE. The Cramer-Rao bound on the RMS error of unbiased estimators falls as N^-1/2 in "
-    "the limit of many trajectories, and faster before it: an exponent does not tell a good "
-    "estimator from a bad one, the ratio to the bound does. The rate of a first-order fit (Adam) "
-    "is a fact about its budget. A fit below the bound is biased: the start, a noisy copy of the "
-    "truth, still shows in it. The bound for an estimator that also measures the truth by its "
-    "start counts that in. There is no bound (n/a) where the data do not determine the "
-    "parameters. The Hypernet has none: its information is singular.")
+    "What a rate means: B.2 proves N^-1/2 for the squared error (eq. 32), so N^-1/4 for the error "
+    "MOE. The Cramer-Rao bound on the RMS error of unbiased estimators falls as N^-1/2 in the "
+    "limit of many trajectories, and faster before it: an exponent does not tell a good estimator "
+    "from a bad one, the ratio to the bound does. The rate of a first-order fit (Adam) is a fact "
+    "about its budget. A fit below the bound is biased: the start, a noisy copy of the truth, "
+    "still shows in it. The bound for an estimator that also measures the truth by its start "
+    "counts that in. There is no bound (n/a) where the data do not determine the parameters. The "
+    "Hypernet has none: its information is singular.")
 
 
 class Truth(NamedTuple):
@@ -724,7 +724,7 @@ def is_least_squares(kernel, cfg):
 
 
 def start_deviations(P, cfg):
-    """The deviations of the start's noise on the p parameters of one seed, (1 p)."""
+    """The standard deviation of the start's noise on each parameter p of one seed, (1 p)."""
     names = ["theta", "beta_A", "beta_B"] if cfg.fit_scalars else ["theta"]
     parts = []
     for name in names:

@@ -12,8 +12,8 @@ from experiments.report_pieces import (Section, command, load_result, origin, pi
                                        provenance, publish_command, titled, wrapped)
 from experiments.study_cells import (BLIND, TRAINING_SEEDS, Cell, kinds_of, results_folder,
                                      seeds_of)
-from experiments.study_worth import (difference, gain_lines, gains, label_of, reported,
-                                     shown_kinds, values_of, worth, worth_lines)
+from experiments.study_worth import (difference, gain_lines, gains, has_twins, label_of,
+                                     reported, shown_kinds, values_of, worth, worth_lines)
 
 MASKS = "What t is worth under masks"
 BYTES = "What t is worth where it cannot be seen"
@@ -31,11 +31,6 @@ BACKBONES = {"new": "30 % masked (shipped)", "mask15": "15 % masked",
 def kind_of(world, kernel, **settings):
     """A kind by its kernel; **settings as in its cells."""
     return Cell(kernel, world=world).but(**settings)
-
-
-def known(world, results):
-    """Whether a world has anything to show."""
-    return Cell("none", world=world) in results and bool(shown_kinds(world, results))
 
 
 def gain_of(results, kind):
@@ -273,14 +268,9 @@ def worth_sections(results):
     makers = {"new": masks_section, "bytes": bytes_section, "near": near_section}
     sections = []
     for world, make in makers.items():
-        if known(world, results) and shown_twins(world, results):
+        if Cell("none", world=world) in results and has_twins(world, results):
             sections.append(make(results))
     others = [Cell("none", world=world) in results for world in ("mask15", "uniform")]
     if all(others):
         sections.append(pretraining_section(results))
     return (*sections, bases_section())
-
-
-def shown_twins(world, results):
-    """Whether any conditioner of a world has its blind twin."""
-    return any(worth_of(results, kind) is not None for kind in shown_kinds(world, results))

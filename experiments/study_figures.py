@@ -19,8 +19,8 @@ from experiments.study_cells import (ABLATIONS, BLIND, CONDITIONERS, DEFAULT_STA
                                      without_middle)
 from experiments.study_tables import (HOWS, ablated, change_of, costs_over_seeds, gain_beyond,
                                       gains_over_seeds, training_interval)
-from experiments.study_worth import (difference, gains, label_of, reported, shown_kinds,
-                                     worth_by_t)
+from experiments.study_worth import (difference, gains, has_twins, label_of, reported,
+                                     shown_kinds, worth_by_t)
 from mark_adapters import GEOMETRIES
 
 DRAWN = ("hypernet", "chebyshev", "dct", "inject", "adaln", "lora")  # in this order of colours
@@ -206,11 +206,11 @@ def draw_worth(results, path):
     file, where no world has results.
     """
     worlds = [world for world in WORLD_TITLES
-              if Cell("none", world=world) in results and shown_kinds(world, results)]
+              if Cell("none", world=world) in results and has_twins(world, results)]
     if not worlds:
         return None
     rows = max(len(shown_kinds(world, results)) for world in worlds)
-    figure = common.new_figure(4.3 * (len(worlds) + 1), 1.6 + 0.27 * rows)
+    figure = common.new_figure(4.3 * (len(worlds) + 1), 2.4 + 0.27 * rows)
     *by_world, by_t = figure.subplots(1, len(worlds) + 1)
     for ax, world in zip(by_world, worlds):
         draw_gains_of_world(ax, world, results)
@@ -218,7 +218,7 @@ def draw_worth(results, path):
         draw_worth_of_world(by_t, world, i, results)
     by_t.axhline(0, color="black", lw=0.8)
     by_t.set(xlim=(0, 1), xlabel="t (share of changed tokens)", ylabel="nats per scored byte",
-             title="what t is worth to LoRA + Chebyshev")
+             title="what t is worth to Chebyshev, by t")
     if by_t.containers:
         by_t.legend(frameon=False, fontsize=8)
     common.save_figure(figure, path)
@@ -245,8 +245,8 @@ def draw_gains_of_world(ax, world, results):
 
 
 def draw_worth_of_world(ax, world, i, results):
-    """What t is worth to LoRA with Chebyshev in each bin of t, over training seeds."""
-    rows = worth_by_t(results, Cell("lora+chebyshev", world=world), reported(world, results))
+    """What t is worth to Chebyshev in each bin of t, over training seeds."""
+    rows = worth_by_t(results, Cell("chebyshev", world=world), reported(world, results))
     if not rows:
         return
     found = [common.interval(in_bin) for in_bin in zip(*rows)]

@@ -172,6 +172,12 @@ def shown_kinds(world, results):
     return sorted(kinds, key=lambda kind: ORDER.index(kind.kernel))
 
 
+def has_twins(world, results):
+    """Whether any kind of a world has its blind twin."""
+    texts = reported(world, results)
+    return any(worth(results, kind, texts) for kind in shown_kinds(world, results))
+
+
 def label_of(kind):
     """A kind's name in tables."""
     start = dict(kind.changed).get("init") == DEFAULT_START["init"]

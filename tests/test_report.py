@@ -138,7 +138,8 @@ def test_every_section_says_what_made_it_and_over_what_its_interval_is(parts):
         for section in sections:
             shown = render_section(section)
             assert "```bash\npython" in shown or "*Made by*" in shown or "pytest" in shown
-            assert "commit `" in shown or "*From* the files of [" in shown
+            unwrapped = " ".join(shown.split())
+            assert "commit `" in unwrapped or "*From* the files of [" in unwrapped
             assert section.counted
             assert len(section.says.split()) < 200
             assert section.shown
