@@ -381,5 +381,6 @@ def adam_says(adam):
         With our truths and {adam.settings['steps']} steps of Adam in place of least squares, the
         rates are {listed(rates_of(found), 2)}: the fits still show their start, whatever N is. At
         the smallest N they lie below the Cramer-Rao bound, which holds for unbiased estimators
-        only, and {lowest_to_highest(above, 1)} times above the one that counts the start as data.
-        So an exponent alone does not tell a good estimator from a bad one."""
+        only. The bound that counts the start as data they exceed everywhere,
+        {lowest_to_highest(above, 1)} times. So an exponent alone does not tell a good estimator
+        from a bad one."""
