@@ -346,8 +346,8 @@ def published_says(bound):
         {listed(bound_rates_at_the_end(bound), 2)}. So exponents steeper than -1/2, such as the
         paper's, are to be expected at such N. They do not show that a fit is efficient, and these
         are not on the bound: error over bound is {apart['chebyshev']} (chebyshev) and
-        {apart['dct']} (dct). A fit below it is biased, here to its start, a noisy copy of the truth.
-        Where the start counts as data, the bound falls at
+        {apart['dct']} (dct). A fit below it is biased, here to its start, a noisy copy of the
+        truth. Where the start counts as data, the bound falls at
         {listed(rates_of(found, 'bound_rates_with_start'), 2)} only, and the errors are
         {with_start['chebyshev']} (chebyshev) and {with_start['dct']} (dct)
         times as large: the fits are far from the best that their start and data allow.
