@@ -248,5 +248,6 @@ def worth_tables(results):
     for world in ("new", "bytes", "near"):
         if Cell("none", world=world) in results and shown_kinds(world, results):
             tables[f"{world}: gain over the frozen backbone"] = gain_lines(world, results)
-            tables[f"{world}: what t is worth"] = worth_lines(world, results)
+            if has_twins(world, results):
+                tables[f"{world}: what t is worth"] = worth_lines(world, results)
     return tables
