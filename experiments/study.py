@@ -8,10 +8,10 @@ Last line: "wrote runs/study/comparisons.png, ..._ablation.png, runs/study/worth
 One cell is one training of an adapter with its scores, in one file of results/study/; a cell whose
 file exists is never run again, so a run can be stopped and continued at any point. The groups of
 cells stand in study_cells.py, how they are trained in study_train.py, the tables in study_tables.py
-and, of what t is worth, in study_worth.py, the figures in study_figures.py. A cell holds the scores of its own adapter alone: the frozen backbone and the trivial guesses are
-scored once, in cells of their own. All cells are scored on the same windows, t and masks, so rows
-are compared by paired differences. The figures are published by copying them from runs/study/ to
-figures/.
+and, of what t is worth, in study_worth.py, the figures in study_figures.py. A cell holds the scores
+of its own adapter alone: the frozen backbone and the trivial guesses are scored once, in cells of
+their own. All cells are scored on the same windows, t and masks, so rows are compared by paired
+differences. The figures are published by copying them from runs/study/ to figures/.
 
 Symbols:  cell       a study_cells.Cell
           held_out   the texts that cells are scored on, see evaluate.HeldOut
