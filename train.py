@@ -225,11 +225,13 @@ def sum_over_ranks(*values, device):
     return total
 
 
-def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, after_step):
+def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, after_step,
+                weigh_batch=weigh):
     """The training loop. Returns the number of steps done.
 
     stop_asked() -> bool is asked on every rank before each step; any rank's yes stops all after it.
-    after_step(step, numbers, stop) logs, evaluates and saves. Raises UserError, before the
+    after_step(step, numbers, stop) logs, evaluates and saves. weigh_batch: `weigh`, or what returns
+    the like for another loss. Raises UserError, before the
     optimiser moves, where the loss or a gradient is not finite.
     """
     device = next(denoiser.parameters()).device
@@ -243,7 +245,7 @@ def train_steps(cfg, denoiser, optimizer, loader, tokenizer, start, stop_asked, 
                 padded = (item["x0"] == tokenizer.pad_id).any().item()  # here a GPU need not answer
                 item = {name: v.to(device, non_blocking=True) for name, v in item.items()}
                 item["padded"] = padded
-                w, n = weigh(cfg, item, tokenizer)
+                w, n = weigh_batch(cfg, item, tokenizer)
                 items.append(item)
                 weights.append(w)
                 counts.append(n)
@@ -416,12 +418,22 @@ def make_denoiser(cfg, device, backbone=None):
     return Denoiser(backbone, adapter, cfg.modulate)
 
 
-def make_loader(cfg, windows, tokenizer, start, device):
+def make_optimizer(cfg, parameters):
+    """AdamW of Table 6; `train_steps` sets its rate."""
+    return torch.optim.AdamW(parameters, lr=cfg.lr, betas=cfg.betas,
+                             weight_decay=cfg.weight_decay, fused=True)
+
+
+def make_dataset(cfg, windows, tokenizer):
+    """Windows under noise, as the settings say."""
+    return DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
+                            stratified=cfg.stratified, t_hole=cfg.t_hole,
+                            t_per_batch=cfg.t_per_batch, t_jitter=cfg.t_jitter)
+
+
+def make_loader(cfg, dataset, start, device):
     """Micro-batches of this rank, from step `start` on."""
     rank, world = common.rank_and_world()
-    dataset = DiffusionDataset(windows, tokenizer, cfg.global_batch, cfg.steps, cfg.seed,
-                               stratified=cfg.stratified, t_hole=cfg.t_hole,
-                               t_per_batch=cfg.t_per_batch, t_jitter=cfg.t_jitter)
     return DataLoader(dataset, batch_sampler=MicroBatches(cfg, start, rank, world),
                       num_workers=cfg.workers, pin_memory=device.type == "cuda",
                       worker_init_fn=common.begin_worker)
@@ -462,8 +474,7 @@ def run(cfg, device, backbone=None):
                f"{train.n_bytes:,} bytes to train on; scored on {draws.n} held-out windows of "
                f"{cfg.seqlen}")
 
-    optimizer = torch.optim.AdamW(denoiser.adapter.parameters(), lr=cfg.lr, betas=cfg.betas,
-                                  weight_decay=cfg.weight_decay, fused=True)
+    optimizer = make_optimizer(cfg, denoiser.adapter.parameters())
     folder = run_folder(cfg.name)
     inputs = {"weights": denoiser.backbone.config.weights, "data": train.fingerprint,
               "valid": valid.fingerprint}
@@ -475,7 +486,7 @@ def run(cfg, device, backbone=None):
 
     journal = Journal(cfg, folder, denoiser, optimizer, few, start, rows)
     windows = Windows(train, cfg.seqlen, tokenizer.pad_id)
-    loader = make_loader(cfg, windows, tokenizer, start, device)
+    loader = make_loader(cfg, make_dataset(cfg, windows, tokenizer), start, device)
     done = train_until_stopped(cfg, denoiser, optimizer, loader, tokenizer, start, journal, parent)
     journal.bar.close()
     if done < (cfg.max_steps or cfg.steps):  # agreed by all ranks; a late signal may not be

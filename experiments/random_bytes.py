@@ -20,7 +20,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from data import DiffusionDataset, maskable_tokens, noise_generator
+from data import maskable_tokens, noise_generator
 from evaluate import HeldOut
 
 
@@ -36,20 +36,28 @@ def replace(x0, chosen, alphabet, generator):
     return torch.where(chosen, alphabet[drawn], x0)
 
 
-class RandomBytes(DiffusionDataset):
-    """DiffusionDataset with the same windows and t, where what it would mask becomes random."""
+class RandomBytes(torch.utils.data.Dataset):
+    """A DiffusionDataset with the same windows and t, where what it masks becomes random."""
 
-    def __init__(self, *arguments, alphabet, **settings):
-        super().__init__(*arguments, **settings)
+    def __init__(self, dataset, alphabet):
+        self.dataset = dataset
         self.alphabet = alphabet
 
+    def __len__(self):
+        return len(self.dataset)
+
     def __getitem__(self, k):
-        item = super().__getitem__(k)
-        step, slot = divmod(k, self.global_batch)
-        noise = noise_generator(self.seed, step, slot, 1)  # not the stream of t and the mask
+        item = self.dataset[k]
+        step, slot = divmod(k, self.dataset.global_batch)
+        noise = noise_generator(self.dataset.seed, step, slot, 1)  # not that of t and the mask
         x_t = replace(item["x0"], item["masked"], self.alphabet, noise)
-        scored = maskable_tokens(item["x0"], self.tokenizer)
+        scored = maskable_tokens(item["x0"], self.dataset.tokenizer)
         return {**item, "x_t": x_t, "masked": scored}
+
+
+def weigh_all(cfg, item, tokenizer):
+    """As train.weigh: every scored byte counts alike, so that the loss is their mean."""
+    return item["masked"].float(), item["masked"].sum()
 
 
 @dataclasses.dataclass(frozen=True)

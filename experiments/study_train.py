@@ -2,9 +2,9 @@
 
 Run:      not a script; study.py runs the cells.
 
-A cell is trained by the steps of train.py without what surrounds them there: no ranks, no run
-folder, no checkpoints, since a cell takes minutes. So that it can train the backbone too, an
-optimiser gets what asks for a gradient: the adapter, and with "finetune" every weight.
+A cell is trained by `train.train_steps` without what surrounds it in train.py: no run folder and no
+checkpoints, since a cell takes minutes. So that it can train the backbone too, the optimiser gets
+what asks for a gradient: the adapter, and with "finetune" every weight.
 
 Symbols:  world     what a cell lives in: a text, a kind of noise, a backbone; see study_cells.py
           finetune  the kernel that trains the backbone itself, finetune+K with a geometry on top
@@ -13,15 +13,13 @@ Differs from the paper: it has none of this (A.4, A.5).
 import dataclasses
 
 import torch
-from torch.utils.data import DataLoader
 
 import common
 import train
-from cart import cart_loss
 from checkpoint import load_backbone
-from data import DiffusionDataset, Windows, held_out_split, load_corpus, named_sources
+from data import Windows, held_out_split, load_corpus, named_sources
 from evaluate import HeldOut
-from experiments.random_bytes import RandomBytes, RandomByteTexts, alphabet_of
+from experiments.random_bytes import RandomBytes, RandomByteTexts, alphabet_of, weigh_all
 from experiments.study_cells import CHOOSING, OWN, WORLDS
 from mark_adapters import adapter_size, make_adapter
 from published import sliced_backbone
@@ -129,39 +127,20 @@ def make_dataset(cell, cfg, settings):
     tokenizer = ByteTokenizer()
     corpus = load_corpus(training_text(cell, cfg), tokenizer, "train")
     windows = Windows(corpus, cfg.seqlen, tokenizer.pad_id)
-    common_parts = (windows, tokenizer, settings.global_batch, settings.steps, settings.seed)
+    dataset = train.make_dataset(settings, windows, tokenizer)
     if WORLDS[cell.world].noise == "random bytes":
-        return RandomBytes(*common_parts, alphabet=alphabet_of(corpus))
-    return DiffusionDataset(*common_parts, stratified=settings.stratified, t_hole=settings.t_hole)
-
-
-def loss_of(cell, settings, denoiser, item):
-    """The loss of one batch: CART (eq. 22, 23), or the mean over all bytes where all are scored."""
-    tokenizer = ByteTokenizer()
-    real = item["x0"] != tokenizer.pad_id                                      # b l
-    mask = None if real.all() else real
-    ce = denoiser(item["x_t"], item["t"], item["x0"], item["masked"], mask)    # m
-    if WORLDS[cell.world].noise == "random bytes":
-        return ce.mean()
-    w, count = train.weigh(settings, item, tokenizer)
-    return cart_loss(ce, item["masked"], w, "sum") / count
+        return RandomBytes(dataset, alphabet_of(corpus))
+    return dataset
 
 
 def train_denoiser(cell, cfg, settings, denoiser):
-    """All steps of a cell."""
+    """All steps of a cell, which nothing stops or looks at."""
     trained = [p for p in denoiser.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=settings.lr, betas=settings.betas,
-                                  weight_decay=settings.weight_decay, fused=True)
+    optimizer = train.make_optimizer(settings, trained)
     dataset = make_dataset(cell, cfg, settings)
-    batches = DataLoader(dataset, settings.global_batch)
-    for step, item in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(step, settings.steps, settings.warmup, settings.lr,
-                                              settings.min_lr_ratio)
-        loss = loss_of(cell, settings, denoiser, item)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, settings.clip)
-        train.check_finite(step + 1, loss, norm, f"{cell.name} has no result")
-        optimizer.step()
+    loader = train.make_loader(settings, dataset, 0, torch.device("cpu"))
+    random = WORLDS[cell.world].noise == "random bytes"
+    train.train_steps(settings, denoiser, optimizer, loader, ByteTokenizer(), 0,
+                      stop_asked=lambda: False, after_step=lambda *numbers: None,
+                      weigh_batch=weigh_all if random else train.weigh)
     denoiser.requires_grad_(False)

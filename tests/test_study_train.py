@@ -126,8 +126,8 @@ def noisy():
     windows = Windows(corpus, 64, ByteTokenizer.pad_id)
     alphabet = random_bytes.alphabet_of(corpus)
     assert alphabet.tolist() == [97, 98, 99, 100]
-    arguments = (windows, ByteTokenizer(), 8, 64, 3)
-    return (random_bytes.RandomBytes(*arguments, alphabet=alphabet), DiffusionDataset(*arguments))
+    masks = DiffusionDataset(windows, ByteTokenizer(), 8, 64, 3)
+    return (random_bytes.RandomBytes(masks, alphabet), masks)
 
 
 def test_a_byte_is_replaced_with_probability_t_by_any_letter_alike(noisy):
