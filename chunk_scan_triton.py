@@ -349,19 +349,24 @@ def bc_bwd(x, B, C, g, dt, sums, states, out, over, leaving, direct,
 
 # ---- the operator --------------------------------------------------------------------------------
 
+def takes(v):
+    """Whether a kernel may take v: triton is there, v is bfloat16 or float32, on an Ampere or later
+    or, in the interpreter, on no GPU.
+    """
+    if triton is None or v.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return not v.is_cuda or torch.cuda.get_device_capability(v.device) >= (8, 0)
+
+
 def fits(x, dt, A, B, C, D):
     """Whether the kernels take these inputs of `bidirectional_scan`; PyTorch takes the others."""
-    if triton is None:
-        return False
-    if x.dtype not in (torch.bfloat16, torch.float32) or {B.dtype, C.dtype} != {x.dtype}:
+    if not takes(x) or {B.dtype, C.dtype} != {x.dtype}:
         return False
     if max(v.dtype.itemsize for v in (dt, A, D)) > 4:
         return False
     if x.shape[3] not in SIZES or B.shape[4] not in SIZES:
         return False
-    if x.shape[0] >= 2 ** 15 or x.shape[1] >= 2 ** 20:  # what a launch grid counts to
-        return False
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return x.shape[0] < 2 ** 15 and x.shape[1] < 2 ** 20  # what a launch grid counts to
 
 
 def scan(x, dt, A, B, C, D, a_min):

@@ -35,7 +35,7 @@ from __future__ import annotations  # so that tl.constexpr below need not exist 
 import torch
 from einops import rearrange
 
-from chunk_scan_triton import jit, tl, triton
+from chunk_scan_triton import jit, takes, tl, triton
 
 TAPS = 7       # of the widest convolution; a narrower one is padded with zeros
 STEP = 8       # rows of one turn of a loop
@@ -282,15 +282,13 @@ def ce_bwd(logits, targets, largest, log_sum, g, dlogits, V: tl.constexpr, C: tl
 
 def fits(v, *weights):
     """Whether the kernels take these rows v (b l w); PyTorch takes others, and trains weights."""
-    if triton is None or v.dtype not in (torch.bfloat16, torch.float32):
+    if not takes(v):
         return False
     if torch.is_grad_enabled() and any(w.requires_grad for w in weights):
         return False
     if any(w.dtype.itemsize > 4 for w in weights):
         return False
-    if v.shape[0] >= 2 ** 16 or v.shape[1] >= 2 ** 20:  # what a launch grid counts to
-        return False
-    return not v.is_cuda or torch.cuda.get_device_capability(v.device) >= (8, 0)
+    return v.shape[0] < 2 ** 16 and v.shape[1] < 2 ** 20  # what a launch grid counts to
 
 
 def fits_convolution(zxBCdt, weight, bias):
@@ -408,8 +406,6 @@ gate_op = operator("gate", run_gate, "(Tensor y, Tensor z, Tensor weight, float 
 gate_backward_op = operator(
     "gate_backward", run_gate_backward,
     "(Tensor g, Tensor y, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor)")
-
-
 ce_op = operator("cross_entropy", run_cross_entropy, "(Tensor logits, Tensor targets) -> Tensor")
 ce_backward_op = operator(
     "cross_entropy_backward", run_cross_entropy_backward,
@@ -516,7 +512,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def unpack(zxBCdt, weight, bias, m, real, config):
-    """`hydra_ssm.unpack` of inputs that fit."""
+    """`hydra_ssm._unpack` of inputs that fit."""
     b = len(zxBCdt)
     factors = (m.B_scale, m.B_shift, m.C_scale, m.C_shift)                  # each b|1 1 1 g n
     modulation = torch.stack([v.expand(b, 1, 1, -1, -1) for v in factors], 1).flatten(2).float()
@@ -527,15 +523,13 @@ def unpack(zxBCdt, weight, bias, m, real, config):
 
 
 def gated_norm(y, z, weight, eps):
-    """`hydra_ssm.gated_norm` of inputs that fit."""
+    """`hydra_ssm._gated_norm` of inputs that fit."""
     return GatedNorm.apply(with_near_rows(y), with_near_rows(z), weight, eps)
 
 
 def takes_logits(logits):
     """Whether `cross_entropy` takes these logits (r v)."""
-    if triton is None or logits.dtype not in (torch.bfloat16, torch.float32) or not len(logits):
-        return False
-    return not logits.is_cuda or torch.cuda.get_device_capability(logits.device) >= (8, 0)
+    return takes(logits) and len(logits) > 0
 
 
 def cross_entropy(logits, targets):

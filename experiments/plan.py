@@ -247,7 +247,8 @@ class Config:
 def main(cfg):
     env = common.banner("plan.py", cfg)
     plan = paper_run()
-    common.log(plan_table(plan))
+    table = plan_table(plan)
+    common.log(table)
     sizes = [f"{n} in {gigabytes} GB" for gigabytes, n in micro_batches().items()]
     common.log("\n--micro-batch of the paper's step without checkpointing, by memory: "
                + ", ".join(sizes))
@@ -256,7 +257,7 @@ def main(cfg):
     ms = {name: forward_ms(HydraConfig(), kernels, name) for name in GPUS}
     common.log(f"estimates, not measured: a frozen forward at (8, 4096) in {ms['A100']:.0f} ms on "
                f"an A100, {ms['H200']:.0f} on an H200")
-    result = {"plan": plan, "table": plan_table(plan), "micro_batches": micro_batches(),
+    result = {"plan": plan, "table": table, "micro_batches": micro_batches(),
               "forward_ms": ms, "shares": {"bandwidth": BANDWIDTH, "arithmetic": ARITHMETIC,
                                            "issue": ISSUE}}
     path = common.ROOT / "runs" / "plan" / "result.json"

@@ -15,7 +15,8 @@ from experiments import (report_cost, report_operators, report_scores, report_st
                          report_worth)
 from experiments.report_pieces import link, load_result, lowest_to_highest
 from experiments.study_train import TRAINING
-from experiments.study_cells import DEFAULT_START, INTACT, SLICED, read_results, trained_seeds
+from experiments.study_cells import (DEFAULT_START, INTACT, SLICED, kind_of, read_results,
+                                     trained_seeds)
 from experiments.study_tables import HOWS
 from mark_adapters import GEOMETRIES
 
@@ -164,11 +165,11 @@ def shown_difference(found):
 
 def conditioning_claim(results):
     def gain(world, kernel):
-        kind = report_worth.kind_of(world, kernel)
+        kind = kind_of(world, kernel)
         return shown_difference(report_worth.gain_of(results, kind))
 
     def worth(world, kernel):
-        kind = report_worth.kind_of(world, kernel)
+        kind = kind_of(world, kernel)
         return shown_difference(report_worth.worth_of(results, kind))
 
     near = [report_study.mean_gain(results, kernel).mean for kernel in GEOMETRIES]

@@ -10,8 +10,8 @@ import common
 from experiments import bases, study, study_train
 from experiments.report_pieces import (Section, command, load_result, origin, picture,
                                        provenance, publish_command, titled, wrapped)
-from experiments.study_cells import (BLIND, TRAINING_SEEDS, Cell, kinds_of, results_folder,
-                                     seeds_of)
+from experiments.study_cells import (BLIND, TRAINING_SEEDS, Cell, kind_of, kinds_of,
+                                     results_folder, seeds_of)
 from experiments.study_worth import (difference, gain_lines, gains, has_twins, label_of,
                                      reported, shown_kinds, values_of, worth, worth_lines)
 
@@ -20,17 +20,11 @@ BYTES = "What t is worth where it cannot be seen"
 NEAR = "What t is worth on the backbone's own kind of text"
 PRETRAINED = "What pretraining decides"
 BASES = "Are the bases smooth in t?"
-HEADINGS = {"new": MASKS, "bytes": BYTES, "near": NEAR}
 BACKBONES = {"new": "30 % masked (shipped)", "mask15": "15 % masked",
              "uniform": "t uniform in [0, 1]"}
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-
-
-def kind_of(world, kernel, **settings):
-    """A kind by its kernel; **settings as in its cells."""
-    return Cell(kernel, world=world).but(**settings)
 
 
 def gain_of(results, kind):
@@ -268,7 +262,7 @@ def worth_sections(results):
     makers = {"new": masks_section, "bytes": bytes_section, "near": near_section}
     sections = []
     for world, make in makers.items():
-        if Cell("none", world=world) in results and has_twins(world, results):
+        if has_twins(world, results):
             sections.append(make(results))
     others = [Cell("none", world=world) in results for world in ("mask15", "uniform")]
     if all(others):

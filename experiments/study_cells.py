@@ -262,11 +262,14 @@ NEAR_RATES = {"hypernet": 2e-3, "chebyshev": 2e-3, "dct": 2e-3, "static": 1e-3,
               "lora+chebyshev": 2e-3, "finetune": 5e-4}
 
 
+def kind_of(world, kernel, **settings):
+    """A conditioner in a world; settings: as in its cells."""
+    return Cell(kernel, world=world).but(**settings)
+
+
 def kinds_of(world):
     """The conditioners of a world, what decides first."""
-    def kind(kernel, **settings):
-        return Cell(kernel, world=world).but(**settings)
-
+    kind = functools.partial(kind_of, world)
     kinds = [kind("chebyshev"), kind("chebyshev", **BLIND), kind("lora"), kind("finetune")]
     if WORLDS[world].backbone != "small":
         return kinds

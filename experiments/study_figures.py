@@ -205,8 +205,7 @@ def draw_worth(results, path):
     """What conditioners gain with t and blind, by world, and what t is worth by t. None, and no
     file, where no world has results.
     """
-    worlds = [world for world in WORLD_TITLES
-              if Cell("none", world=world) in results and has_twins(world, results)]
+    worlds = [world for world in WORLD_TITLES if has_twins(world, results)]
     if not worlds:
         return None
     rows = max(len(shown_kinds(world, results)) for world in worlds)

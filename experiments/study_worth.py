@@ -22,7 +22,7 @@ import statistics
 from typing import NamedTuple
 
 import common
-from evaluate import BINS, CONTROLS, FROZEN
+from evaluate import BINS, CONTROLS, FROZEN, mean_by_t, seed_values
 from experiments.study_cells import (BLIND, DEFAULT_START, FIRST, OWN, WORLDS, Cell, at,
                                      kinds_of, seeds_of, settled_rate)
 from mark_adapters import GEOMETRIES
@@ -95,10 +95,14 @@ def reported(world, results):
     return tuple(results[Cell("none", world=world)].tested())
 
 
+def scores_on(results, cell, texts):
+    """A cell's scores on some texts alone."""
+    return {text: results[cell].scores[text] for text in texts}
+
+
 def values_of(results, cell, texts, row=None):
     """A cell's ELBO averaged over texts, one value per evaluation seed."""
-    found = [results[cell].scores[text][row or cell.row()]["elbo"] for text in texts]
-    return [statistics.fmean(at_seed) for at_seed in zip(*found, strict=True)]
+    return seed_values(scores_on(results, cell, texts), "elbo", row or cell.row())[-1]
 
 
 def subtract(ones, others):
@@ -112,44 +116,27 @@ def gains(results, kind, texts):
             for cell in seeds_of(kind, results)]
 
 
-def beyond(results, kind, other, texts):
-    """What a kind gains more than another, at the training seeds that both have, as a grid."""
+def pairs(results, kind, other):
+    """[(cell of one kind, cell of another)] of the training seeds that both have."""
     others = {cell.seed: cell for cell in seeds_of(other, results)}
-    grid = []
-    for cell in seeds_of(kind, results):
-        if cell.seed in others:
-            theirs = values_of(results, others[cell.seed], texts)
-            grid.append(subtract(theirs, values_of(results, cell, texts)))
-    return grid
+    return [(cell, others[cell.seed]) for cell in seeds_of(kind, results) if cell.seed in others]
 
 
 def worth(results, kind, texts):
     """What t is worth to a kind, as a grid; empty where it has no blind twin yet."""
-    return beyond(results, kind, kind.but(**BLIND), texts)
+    return [subtract(values_of(results, twin, texts), values_of(results, cell, texts))
+            for cell, twin in pairs(results, kind, kind.but(**BLIND))]
 
 
 def by_t(results, cell, texts):
     """Nats per scored byte in each bin of t, averaged over texts and evaluation seeds."""
-    found = []
-    for k in range(BINS):
-        in_bin = []
-        for text in texts:
-            for at_seed in results[cell].scores[text][cell.row()]["by_t"]:
-                if at_seed[k] is not None and not math.isnan(at_seed[k]):
-                    in_bin.append(at_seed[k])
-        found.append(statistics.fmean(in_bin) if in_bin else math.nan)
-    return found
+    return mean_by_t(scores_on(results, cell, texts), cell.row()).tolist()
 
 
 def worth_by_t(results, kind, texts):
     """What t is worth in each bin of t, nats per scored byte: one list per training seed."""
-    twins = {cell.seed: cell for cell in seeds_of(kind.but(**BLIND), results)}
-    rows = []
-    for cell in seeds_of(kind, results):
-        if cell.seed in twins:
-            rows.append(subtract(by_t(results, twins[cell.seed], texts),
-                                 by_t(results, cell, texts)))
-    return rows
+    return [subtract(by_t(results, twin, texts), by_t(results, cell, texts))
+            for cell, twin in pairs(results, kind, kind.but(**BLIND))]
 
 
 def control_cost(results, kind, told):
@@ -172,10 +159,15 @@ def shown_kinds(world, results):
     return sorted(kinds, key=lambda kind: ORDER.index(kind.kernel))
 
 
+def is_known(world, results):
+    """Whether a world has its frozen row and a conditioner to show beside it."""
+    return Cell("none", world=world) in results and bool(shown_kinds(world, results))
+
+
 def has_twins(world, results):
-    """Whether any kind of a world has its blind twin."""
-    texts = reported(world, results)
-    return any(worth(results, kind, texts) for kind in shown_kinds(world, results))
+    """Whether any kind of a world has its blind twin beside it."""
+    kinds = shown_kinds(world, results) if is_known(world, results) else ()
+    return any(pairs(results, kind, kind.but(**BLIND)) for kind in kinds)
 
 
 def label_of(kind):
@@ -211,10 +203,8 @@ def gain_lines(world, results):
 def worth_lines(world, results):
     """Markdown: what t is worth to each conditioner of a world that reads it."""
     texts = reported(world, results)
-    kinds = []
-    for kind in shown_kinds(world, results):
-        if worth(results, kind, texts):
-            kinds.append(kind)
+    kinds = [kind for kind in shown_kinds(world, results)
+             if pairs(results, kind, kind.but(**BLIND))]
     found = [difference(worth(results, kind, texts)) for kind in kinds]
     adjusted = holm([one.p for one in found])
     lines = []
@@ -246,7 +236,7 @@ def worth_tables(results):
     """{title: Markdown} of the worlds that have results by now."""
     tables = {}
     for world in ("new", "bytes", "near"):
-        if Cell("none", world=world) in results and shown_kinds(world, results):
+        if is_known(world, results):
             tables[f"{world}: gain over the frozen backbone"] = gain_lines(world, results)
             if has_twins(world, results):
                 tables[f"{world}: what t is worth"] = worth_lines(world, results)
