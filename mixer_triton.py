@@ -57,6 +57,14 @@ def tap(weight, c, k: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
 
 
 @jit
+def taps(weight, c, K: tl.constexpr, W: tl.constexpr):
+    """The seven weights of each channel."""
+    return (tap(weight, c, 0, K, W), tap(weight, c, 1, K, W), tap(weight, c, 2, K, W),
+            tap(weight, c, 3, K, W), tap(weight, c, 4, K, W), tap(weight, c, 5, K, W),
+            tap(weight, c, 6, K, W))
+
+
+@jit
 def row(x, real, i, x_l, first, L, c, W: tl.constexpr, MASKED: tl.constexpr):
     """Row i of the strip that begins at row `first`, float32; 0 where there is none and at pads."""
     there = (first + i >= 0) & (first + i < L)
@@ -64,6 +72,17 @@ def row(x, real, i, x_l, first, L, c, W: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
         x_i = tl.where(tl.load(real + first + i, mask=there, other=0) != 0, x_i, 0.0)
     return x_i
+
+
+@jit
+def rows(x, real, i, x_l, first, L, c, W: tl.constexpr, MASKED: tl.constexpr):
+    """Six rows of the strip from row i on."""
+    return (row(x, real, i, x_l, first, L, c, W, MASKED),
+            row(x, real, i + 1, x_l, first, L, c, W, MASKED),
+            row(x, real, i + 2, x_l, first, L, c, W, MASKED),
+            row(x, real, i + 3, x_l, first, L, c, W, MASKED),
+            row(x, real, i + 4, x_l, first, L, c, W, MASKED),
+            row(x, real, i + 5, x_l, first, L, c, W, MASKED))
 
 
 @jit
@@ -89,19 +108,8 @@ def conv_fwd(x, weight, bias, real, modulation, out, x_b, x_l, L,
     scale = tl.load(modulation + at, mask=modulated, other=1.0)
     shift = tl.load(modulation + at + M, mask=modulated, other=0.0)
     bias_c = tl.load(bias + c, mask=c < W, other=0.0).to(tl.float32)
-    w0 = tap(weight, c, 0, K, W)
-    w1 = tap(weight, c, 1, K, W)
-    w2 = tap(weight, c, 2, K, W)
-    w3 = tap(weight, c, 3, K, W)
-    w4 = tap(weight, c, 4, K, W)
-    w5 = tap(weight, c, 5, K, W)
-    w6 = tap(weight, c, 6, K, W)
-    x0 = row(x, real, -3, x_l, first, L, c, W, MASKED)
-    x1 = row(x, real, -2, x_l, first, L, c, W, MASKED)
-    x2 = row(x, real, -1, x_l, first, L, c, W, MASKED)
-    x3 = row(x, real, 0, x_l, first, L, c, W, MASKED)
-    x4 = row(x, real, 1, x_l, first, L, c, W, MASKED)
-    x5 = row(x, real, 2, x_l, first, L, c, W, MASKED)
+    w0, w1, w2, w3, w4, w5, w6 = taps(weight, c, K, W)
+    x0, x1, x2, x3, x4, x5 = rows(x, real, -3, x_l, first, L, c, W, MASKED)
     for start in range(0, STRIP, STEP):
         for k in tl.static_range(STEP):
             i = start + k
@@ -146,19 +154,8 @@ def conv_bwd(x, weight, bias, real, modulation, gx, gB, gC, dx, sums, x_b, x_l, 
     of_B = modulated & (is_C == 0)
     of_C = modulated & (is_C == 1)
     bias_c = tl.load(bias + c, mask=c < W, other=0.0).to(tl.float32)
-    w0 = tap(weight, c, 0, K, W)
-    w1 = tap(weight, c, 1, K, W)
-    w2 = tap(weight, c, 2, K, W)
-    w3 = tap(weight, c, 3, K, W)
-    w4 = tap(weight, c, 4, K, W)
-    w5 = tap(weight, c, 5, K, W)
-    w6 = tap(weight, c, 6, K, W)
-    x0 = row(x, real, -6, x_l, first, L, c, W, MASKED)
-    x1 = row(x, real, -5, x_l, first, L, c, W, MASKED)
-    x2 = row(x, real, -4, x_l, first, L, c, W, MASKED)
-    x3 = row(x, real, -3, x_l, first, L, c, W, MASKED)
-    x4 = row(x, real, -2, x_l, first, L, c, W, MASKED)
-    x5 = row(x, real, -1, x_l, first, L, c, W, MASKED)
+    w0, w1, w2, w3, w4, w5, w6 = taps(weight, c, K, W)
+    x0, x1, x2, x3, x4, x5 = rows(x, real, -6, x_l, first, L, c, W, MASKED)
     zero = tl.zeros((C,), tl.float32)
     e0, e1, e2, e3, e4, e5 = zero, zero, zero, zero, zero, zero
     sum_gv = zero
