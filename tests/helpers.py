@@ -1,6 +1,9 @@
 """Random checkpoints in the layout of the released file, of any size; no code of the project."""
 import contextlib
+import os
 import random
+import re
+import subprocess
 import sys
 import types
 from collections import OrderedDict
@@ -134,3 +137,21 @@ def write_lightning_layout(path, state, **more):
             "optimizer_states": [{"state": moments, "param_groups": [{"lr": 6e-5}]}],
             "lr_schedulers": [{"last_epoch": 14_400, "lr_lambdas": [None]}],
             "hparams_name": "cfg", "hyper_parameters": {"cfg": config}, **more}, path)
+
+
+def child(command, folder, **environment):
+    """Run a command in a process that shares no compile cache with another."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=900,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder), **environment})
+
+
+def passed_interpreted(path, some, folder):
+    """How many tests of a file pass under Triton's interpreter; none may fail. some: -k."""
+    run = child(["-m", "pytest", "-p", "no:cacheprovider", "--durations=8", "-k", some, path],
+                folder, TRITON_INTERPRET="1")
+    assert run.returncode == 0, run.stdout[-6000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed, run.stdout
+    print(run.stdout)  # the slowest of them
+    return int(passed[1])

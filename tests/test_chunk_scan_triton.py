@@ -10,10 +10,8 @@ bfloat16: 1 % of the norm; one rounding is 0.4 % at worst, and a sum averages ov
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,8 +37,8 @@ if INTERPRETED:
 import chunk_scan_triton  # noqa: E402
 import test_chunk_scan as plain  # noqa: E402
 from chunk_scan import A_MIN, bidirectional_scan, narrow_heads  # noqa: E402
+from helpers import ROOT, child, passed_interpreted  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (1, 2, 33, 63, 64, 65, 150, 257)
 NAMES = plain.NAMES
@@ -275,13 +273,6 @@ class TestKernels:
         plain.assert_close({"y": y.cpu()}, {"y": want["y"]}, plain.FLOAT32)
 
 
-def child(command, folder, **environment):
-    """Run a command in a process that shares no compile cache with another."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder), **environment})
-
-
 outer = pytest.mark.skipif(INTERPRETED, reason="this process interprets")
 
 
@@ -293,12 +284,7 @@ outer = pytest.mark.skipif(INTERPRETED, reason="this process interprets")
 def test_the_tests_of_the_kernels_pass_under_the_interpreter(tmp_path, some):
     """Some of them, and all with `pytest -m kernels`."""
     pytest.importorskip("triton")
-    run = child(["-m", "pytest", "-p", "no:cacheprovider", "--durations=8", "-k", some, __file__],
-                tmp_path, TRITON_INTERPRET="1")
-    assert run.returncode == 0, run.stdout[-6000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed and int(passed[1]) >= 4, run.stdout
-    print(run.stdout)
+    assert passed_interpreted(__file__, some, tmp_path) >= 4
 
 
 # Spill instructions, at most, by the version that gave them; another version may give others.

@@ -7,7 +7,6 @@ Tolerances. float32: 1e-5 of the largest entry: sums of a few products, each rou
 bfloat16: 1 % of the norm; a result is rounded once, by 0.4 % at worst.
 """
 import os
-import re
 import subprocess
 import sys
 
@@ -28,7 +27,7 @@ if INTERPRETED:
 
 import hydra_ssm  # noqa: E402
 import mixer_triton  # noqa: E402
-from helpers import ROOT  # noqa: E402
+from helpers import ROOT, passed_interpreted  # noqa: E402
 from hydra_ssm import HydraBert, HydraConfig, Modulation  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
@@ -338,14 +337,7 @@ outer = pytest.mark.skipif(INTERPRETED, reason="this process interprets")
 def test_the_tests_of_the_kernels_pass_under_the_interpreter(tmp_path, some):
     """Some of them, and all with `pytest -m kernels`."""
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", some, __file__],
-        capture_output=True, text=True, cwd=ROOT, timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path),
-             "TRITON_INTERPRET": "1"})
-    assert run.returncode == 0, run.stdout[-6000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed and int(passed[1]) >= 5, run.stdout
+    assert passed_interpreted(__file__, some, tmp_path) >= 5
 
 
 @outer
